@@ -292,14 +292,16 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a command. A DrumlineError becomes one line on stderr and an exit code; so does a signal while there is nothing to lose."""
     from drumline.core.signals import NOTHING_LOST, Interrupted, Stoppable
     from drumline.launchers.environment import expandable_segments, first_rank, other_rank_runs
+    from drumline.launchers.tasks import join_tasks
 
     given = sys.argv[1:] if arguments is None else arguments
     # torch.distributed.launch and deepspeed add `--local_rank=N`; LOCAL_RANK has the same value.
     arguments = _bare_resume([each for each in given if not each.startswith(("--local_rank=", "--local-rank="))])
-    if other_rank_runs(arguments[0] if arguments else ""):
-        return
-    expandable_segments()
     try:
+        join_tasks()
+        if other_rank_runs(arguments[0] if arguments else ""):
+            return
+        expandable_segments()
         with Stoppable():
             _run(arguments, speaks=first_rank())
     except DrumlineError as error:

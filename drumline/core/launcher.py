@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from drumline.core.config import Config
     from drumline.core.out_of_memory import Exhausted
     from drumline.core.plan import Plan
+    from drumline.hardware.detect import Machine
 
 # (what was known when memory ran out, the last step done) → (the plan's verdict, why the run does not go on; None: plan.json is new).
 OnOutOfMemory = Callable[["Exhausted", int], tuple[str, str | None]]
@@ -29,6 +30,8 @@ class LauncherSpec(Spec):
     thing: ClassVar[str] = "launcher"
     module: ClassVar[str] = "drumline.launchers.spec"
     default: ClassVar[str] = "local"
+    # Ranks run on other hosts, and whoever starts them there holds the run folder, by its lease.
+    elsewhere: ClassVar[bool] = False
 
     nproc: int | None = Field(None, gt=0, le=4096, description="Processes on this machine; null: one per GPU, or 1 without GPUs.")
     max_restarts: int = Field(3, ge=0, le=10**6, description="Restarts after a rank fails; progress resets the count.")
@@ -44,6 +47,14 @@ class LauncherSpec(Spec):
     def processes(self) -> int | None:
         """How many ranks `start` starts; None: as many as `nproc` and this machine's devices say."""
         return None
+
+    def machine(self, config: Config) -> Machine | None:
+        """A host that ranks run on, to plan for; None: this one. Raises EnvironmentFault where nobody knows what it has."""
+        return None
+
+    def submission(self, plan: Plan, plan_path: Path, resume: str | None) -> str:
+        """What `start` would hand to another program, for --dry-run; empty where it hands over nothing."""
+        return ""
 
     def early(self, config: Config, plan_path: Path) -> AbstractContextManager[Any]:
         """Entered before there is a plan, and left when the ranks have ended or there is no plan: what may start meanwhile. What it gives

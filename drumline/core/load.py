@@ -24,6 +24,7 @@ from drumline.foreign import read_text as plain_text
 
 if TYPE_CHECKING:
     from drumline.compat.overlay import Overlay
+    from drumline.hardware.detect import Machine
 
 Overrides = Mapping[str, Any] | Sequence[str]
 MOST_CONFIG = MIB  # bytes of a YAML: a large one has some thousand
@@ -46,12 +47,14 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Request:
-    """One `drumline train`: the config, how many processes there are (None: as config and machine say), and where to go on from."""
+    """One `drumline train`: the config, how many processes there are (None: as config and machine say), and where to go on from.
+    `machine`: a host that they run on; None: this one."""
 
     loaded: Loaded
     world_size: int | None = None
     resume: str | None = None
     allow: tuple[str, ...] = ()
+    machine: Machine | None = None
 
 
 def load(path: Path, overrides: list[str], over: Overlay | None = None, trusted: bool = True) -> Loaded:

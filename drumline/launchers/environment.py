@@ -15,22 +15,20 @@ from pathlib import Path
 from drumline.core.process import ProcessId, die_with, process
 from drumline.core.redact import redact
 from drumline.errors import EnvironmentFault
+from drumline.launchers.tasks import JOINED, joined
 
-REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 REPORT_SECONDS = 2.0  # for rank 0 to be as far as the others
 COMMAND_LENGTH = 100  # characters of a command line that are shown
-# How many processes a batch system or MPI has started of the same command; Slurm's own step before its job, which may have had more.
-TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-TASK = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 # What starts a process in the background and may end before it: no launchers.
 SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish", "tcsh", "csh", "busybox", "tmux", "screen", "sshd", "login", "su", "sudo", "systemd"}
 
 
 def launched_by() -> str | None:
-    """Who started this process as one rank of several: `torchrun`, or `environment` for any launcher that sets the usual variables."""
-    if not all(name in os.environ for name in REQUIRED):
+    """Who started this process as one rank of several: `torchrun`, `srun`, `mpirun`, or `environment` for any launcher that sets the usual
+    variables."""
+    if not joined():
         return None
-    return "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "environment"
+    return "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get(JOINED, "environment")
 
 
 def first_rank() -> bool:
@@ -60,22 +58,6 @@ def other_rank_runs(command: str) -> bool:
     """Whether another rank of the launcher runs this `command`: only training takes them all; data are prepared once on each host."""
     who = {"train": None, "prepare": "LOCAL_RANK"}.get(command, "RANK")
     return launched_by() is not None and who is not None and os.environ.get(who, os.environ["RANK"]) != "0"
-
-
-def require_rendezvous() -> None:
-    """Raises EnvironmentFault where this is one of several tasks that do not know of each other: each would train alone."""
-    tasks = next((int(os.environ[name]) for name in TASKS if os.environ.get(name, "").isdecimal()), 1)
-    if tasks == 1 or launched_by() is not None:
-        return
-    if any(os.environ.get(name, "0") != "0" for name in TASK):
-        raise SystemExit(EnvironmentFault.exit_code)  # task 0 reports it
-    raise EnvironmentFault(
-        f"srun or mpirun has started {tasks} tasks, and none of them knows where to meet the others: each would train alone",
-        where="launcher",
-        fix="start torchrun in one task a node: srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES --nproc-per-node=GPUS"
-        " --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=FIRST_HOST:29500 -m drumline train CONFIG.yaml;"
-        " or, on one node, drumline train in one task alone: srun --ntasks=1",
-    )
 
 
 def die_with_launchers() -> None:

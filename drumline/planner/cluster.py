@@ -90,7 +90,7 @@ def found(machine: Machine, processes: int, calibration: Calibration | None = No
     measured, notes = calibration or Calibration(), tuple[str, ...]()
     if machine.devices:
         first = machine.devices[0]
-        known = catalog.by_driver(first.name, first.memory_bytes)
+        known = catalog.by_driver(first.name, first.memory_bytes) or catalog.DEVICES.get(first.name)
         if known is None and not measured.matmul:
             notes = (f"{first.name} is not in the catalog: taken for as fast as a {STAND_IN}; `drumline calibrate` measures it",)
         spec = replace(known or catalog.DEVICES[STAND_IN], name=known.name if known else first.name, memory_bytes=first.memory_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,12 +14,16 @@ from rich.console import Console
 
 from drumline.compat.convert import convert as to_drumline
 from drumline.compat.overlay import from_environment, from_file
+from drumline.core.config import Config
 from drumline.core.explain import default_run_dir, explain, plan_line
 from drumline.core.load import Request, load, reader, to_yaml
 from drumline.core.process import uncollected
+from drumline.core.resolve import default_processes
 from drumline.errors import UserError
-from drumline.launchers.environment import die_with_launchers, first_rank, launched_by, require_rendezvous
+from drumline.hardware.detect import likely_gpus
+from drumline.launchers.environment import die_with_launchers, first_rank, launched_by
 from drumline.launchers.lease import Lease
+from drumline.launchers.tasks import become, require_rendezvous, step_of_allocation, torchrun_of_node
 from drumline.report.bars import aside, bars, notes
 from drumline.report.progress import Progress
 from drumline.telemetry.events import read
@@ -34,8 +39,13 @@ def train(
     accelerate_config: Path | None = None,
 ) -> int:
     """`drumline train`: plan, launch, watch. Returns the exit code."""
+    myself = ["drumline", *sys.argv[1:]]
+    if srun := step_of_allocation():
+        become([*srun, sys.executable, "-m", *myself])
     die_with_launchers()
     request = requested(config_path, overrides, resume, allow, accelerate_config)
+    if launched_by() == "srun" and (torchrun := torchrun_of_node(_ranks_of_node(request().loaded.config))):
+        become([*torchrun, *myself])
     if launched_by() is None:
         return _dry_run(request()) if dry_run else launch_ranks(request(), display=True)[1]
     if dry_run:
@@ -43,6 +53,11 @@ def train(
     from drumline.train.launched import train as train_launched
 
     return train_launched(request)
+
+
+def _ranks_of_node(config: Config) -> int:
+    """How many ranks our own launcher would start here."""
+    return default_processes(config, 0 if config.run.device == "cpu" else likely_gpus())
 
 
 def requested(
@@ -74,21 +89,30 @@ def _joined(request: Request) -> Callable[..., Request]:
     return lambda world_size=None: replace(request, world_size=world_size or request.world_size)
 
 
+def _placed(request: Request) -> Request:
+    """The same, planned for the hosts that the launcher starts ranks on. Those of somebody else's launcher plan where they are."""
+    config = request.loaded.config
+    return request if launched_by() else replace(request, machine=config.launch.machine(config))
+
+
 def _dry_run(request: Request) -> int:
     from drumline.train.setup import make_plan, resume_from
 
+    request = _placed(request)
     with bars(Console(stderr=True)) as on_progress:
         plan = make_plan(request, on_progress=on_progress, dry_run=True)
     notes(plan.data.left_out if plan.data else ())
-    resume_from(Path(plan.run_dir), request, plan)
+    start = resume_from(Path(plan.run_dir), request, plan)
     print(to_yaml(plan.config))
     print(f"# {plan_line(plan)}\n" + "\n".join(f"#   {line}" for line in explain(plan).splitlines()))
+    if launched_by() is None and (submission := plan.config.launch.submission(plan, Path(plan.run_dir) / "plan.json", start)):
+        print(f"\n{submission}", end="")
     return 0
 
 
 def launch_ranks(request: Request, display: bool) -> tuple[Path, int]:
     """By our own launcher. Returns the run folder and the exit code."""
-    config = request.loaded.config
+    request, config = _placed(request), request.loaded.config
     with ExitStack() as stack:
         run_dir = Path(config.run.dir or default_run_dir(request.loaded.path))
         early = stack.enter_context(config.launch.early(config, run_dir / "plan.json"))
@@ -101,8 +125,9 @@ def launch_ranks(request: Request, display: bool) -> tuple[Path, int]:
         notes(plan.data.left_out if plan.data else ())
         launcher = plan.config.launch
         launcher.require()
-        stack.enter_context(Lease(run_dir))
-        plan_path, start = claim_run_dir(plan, request)
+        with ExitStack() as claim:
+            (claim if launcher.elsewhere else stack).enter_context(Lease(run_dir))
+            plan_path, start = claim_run_dir(plan, request)
         past = read(run_dir / "events.jsonl") if display else []
         on_event = stack.enter_context(Progress(Console(), past)).on_event if display else lambda event: None
         return run_dir, launcher.start(plan, plan_path, start, on_event, Replanner(plan, plan_path), early)

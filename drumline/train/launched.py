@@ -129,9 +129,9 @@ def _require_shared(run_dir: Path, ranks: Ranks) -> None:
 
 
 def _require_as_launched(request: Request, ranks: Ranks) -> None:
-    nproc = request.loaded.config.launch.nproc
+    nproc, of_host = request.loaded.config.launch.nproc, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     # accelerate's own flags go before its file, too: a number that another tool's file has is only what it was last started with.
-    if nproc is not None and nproc != ranks.world_size and not request.loaded.old:
+    if nproc not in (None, ranks.world_size, of_host) and not request.loaded.old:
         what = f"launch.nproc is {nproc}, but {launched_by()} has started {ranks.world_size} processes"
         raise EnvironmentFault(what, where="launch.nproc", fix="leave launch.nproc out")
 

@@ -14,6 +14,7 @@ from typing import Any
 from drumline.core.load import Overrides, Request, overrides_of
 from drumline.errors import ConfigError, Preempted, TrainingStopped, UserError, WorkerFailed
 from drumline.launchers.environment import die_with_launchers, expandable_segments, launched_by
+from drumline.launchers.tasks import join_tasks
 from drumline.telemetry.events import Eval, Event, Step, read
 
 RETURNED = (0, TrainingStopped.exit_code, Preempted.exit_code)  # ends that leave weights to go on with
@@ -74,13 +75,14 @@ def train(
     `config`: the path of a YAML, or its keys as a dictionary, in which paths are relative to the current folder. `overrides`: dotted key
     → value, or `key=value` as on the command line. `resume`: True, or a checkpoint or run folder; `allow`: keys that may differ then.
     `callbacks`: `run.callbacks`, classes as `mine.py:MyCallback`.
-    `display`: show what the command line shows. Under torchrun this process joins as a rank.
+    `display`: show what the command line shows. Under torchrun, srun and mpirun this process joins as a rank.
 
     Raises the exceptions of `drumline.errors`: UserError and its kinds for a mistake, WorkerFailed for ranks that failed, NotSaved for
     weights that no disk took. A run that a policy or a signal has stopped comes back, with its `exit_code`.
     """
     from drumline.train.command import launch_ranks, requested
 
+    join_tasks()
     expandable_segments()
     changes = overrides_of(overrides)
     if callbacks:

@@ -37,6 +37,7 @@ from drumline.dist.seeds import derive, deterministic, seed_step
 from drumline.dist.start import Ranks, gpu, start, stop
 from drumline.errors import EnvironmentFault, NotSaved, Preempted, TrainingStopped, UserError
 from drumline.launchers.environment import die_with_launchers
+from drumline.launchers.tasks import join_tasks
 from drumline.models.blocks import Units
 from drumline.models.tape import Build
 from drumline.parallel.batchnorm import batch_norms
@@ -78,6 +79,7 @@ class Session:
         Raises UserError, as all of the session does, for what cannot be.
         """
         sys.excepthook = print_error
+        join_tasks()
         ranks = Ranks.from_environment()
         where = str(run_dir or default_run_dir(Path(sys.argv[0] or "session")))
         self.plan = plan_of(strategy, precision, global_samples, micro_batch, where, ranks.world_size, options)

@@ -75,7 +75,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         if rollout.curriculum.kind == "weights":
             require_domains(rollout.curriculum.weights, data_prepare.prompt_domains(prepared, config.data.train))
     data = None if prepared is None else data_prepare.data_plan(prepared, config, vision)
-    machine = detect()
+    machine = request.machine or detect()
     device = device_of(config, machine)
     cluster, why = cluster_here(config, machine, device, processes_of(config, machine, device, request.world_size))
     processes = request.world_size is not None or config.launch.nproc is not None
@@ -150,7 +150,7 @@ def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
         eval_samples=held_out,
         identity=identify_samples(config.data.train, base, samples),
     )
-    plan = _resolved(request, config, detect(), data, facts=None, model_path=None)
+    plan = _resolved(request, config, request.machine or detect(), data, facts=None, model_path=None)
     module, _ = lay_out_spreadable(plan, own_build(plan), "cpu", config.model.units, config.model.tp_plan)
     if plan.engine == "pipeline":
         from drumline.parallel.own_pipeline import cut

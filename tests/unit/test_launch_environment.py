@@ -18,19 +18,22 @@ import pytest
 from drumline.cli import main
 from drumline.core.signals import CtrlC, Interrupted, LauncherSignals, Stoppable
 from drumline.errors import EnvironmentFault
-from drumline.launchers.environment import TASK, TASKS, first_rank, launched_by, listen, other_rank_runs, port_holder, require_rendezvous
+from drumline.launchers.environment import first_rank, launched_by, listen, other_rank_runs, port_holder
+from drumline.launchers.tasks import JOINED
 
 ALL = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
 
 
 def test_who_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [*ALL, "TORCHELASTIC_RUN_ID"]:
+    for name in [*ALL, "TORCHELASTIC_RUN_ID", JOINED]:
         monkeypatch.delenv(name, raising=False)
     assert launched_by() is None
     for name, value in ALL.items():
         assert launched_by() is None, "one variable alone may be left over from anything"
         monkeypatch.setenv(name, value)
     assert launched_by() == "environment"
+    monkeypatch.setenv(JOINED, "srun")
+    assert launched_by() == "srun"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert launched_by() == "torchrun"
 
@@ -120,32 +123,8 @@ def test_who_holds_a_port_may_be_hidden(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*ALL, "LOCAL_RANK", "TORCHELASTIC_RUN_ID", *TASKS, *TASK):
+    for name in (*ALL, "LOCAL_RANK", "TORCHELASTIC_RUN_ID", JOINED):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("tasks", [("SLURM_NTASKS", "SLURM_PROCID"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")])
-def test_tasks_without_a_rendezvous_are_refused_once(tasks: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    require_rendezvous()
-    monkeypatch.setenv(tasks[0], "4")
-    with pytest.raises(EnvironmentFault) as fault:
-        require_rendezvous()
-    assert "4 tasks" in fault.value.line() and "--rdzv-endpoint" in fault.value.line()
-    monkeypatch.setenv(tasks[1], "3")
-    with pytest.raises(SystemExit) as ended:
-        require_rendezvous()
-    assert ended.value.code == 2, "task 0 has said it"
-    for name, value in ALL.items():
-        monkeypatch.setenv(name, value)
-    require_rendezvous()
-
-
-@pytest.mark.usefixtures("alone")
-def test_one_task_of_a_job_that_has_more_may_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # srun --ntasks=1 within it
-    require_rendezvous()
 
 
 @pytest.mark.slow

@@ -1,0 +1,203 @@
+"""Tasks that srun or mpirun has started, as ranks: which one this process is, and where rank 0 is, by what those programs set. No torch
+here."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import zlib
+from collections.abc import Mapping
+from typing import NoReturn
+
+from drumline.errors import EnvironmentFault
+
+LOOPBACK = "127.0.0.1"
+# Below the ports that Linux gives to clients (from 32768 on), and above what services take.
+FIRST_PORT, PORTS = 15000, 17000
+# Steps of Slurm that are no tasks of the user's: the batch script, the shell of salloc, and two of Slurm's own (slurm.h).
+NO_TASKS = {str(0xFFFFFFFF - number) for number in range(2, 6)}
+SCONTROL_SECONDS = 30.0
+JOINED = "DRUMLINE_JOINED"  # of a task: by whose variables it has become a rank
+RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
+REQUIRED = ("RANK", "WORLD_SIZE", *RENDEZVOUS)
+# How many processes have been started of the same command, and which one this is.
+TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+TASK = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+def join_tasks() -> None:
+    """Where this process is one task of several, have it join the rest as a rank: sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT. Those of a launcher that has set them are left as they are."""
+    if not joined():
+        os.environ.update(task_variables(os.environ))
+
+
+def joined() -> bool:
+    """Whether this process is a rank: it has the variables of torchrun and its kin."""
+    return all(name in os.environ for name in REQUIRED)
+
+
+def require_rendezvous() -> None:
+    """Raises EnvironmentFault where this is one of several tasks that do not know of each other: each would train alone."""
+    tasks = max(_number(os.environ, name) for name in TASKS)
+    if tasks < 2 or joined():
+        return
+    if "SLURM_PTY_PORT" in os.environ:
+        what = f"this terminal is one of the {tasks} tasks of an srun --pty, and the rest do not hear what is typed"
+        fix = "type it in the shell of salloc, or give srun --pty one task: --ntasks=1"
+    elif any(_number(os.environ, name) for name in TASK):
+        raise SystemExit(EnvironmentFault.exit_code)  # task 0 reports it
+    else:
+        what = f"srun or mpirun has started {tasks} tasks, and none of them knows where to meet the rest: each would train alone"
+        fix = "set MASTER_ADDR to the host of rank 0 for all of them: mpirun -x MASTER_ADDR=HOST, with MPICH mpirun -genv MASTER_ADDR HOST"
+    raise EnvironmentFault(what, where="launcher", fix=fix)
+
+
+def step_of_allocation() -> list[str]:
+    """The srun that runs a command in all tasks of the allocation that it is called in, by salloc's shell or a batch script. Empty where
+    there is no allocation, where this is a task of it, and where it has one task alone, on this host."""
+    env = os.environ
+    if joined() or "SLURM_JOB_ID" not in env or env.get("SLURM_STEP_ID", "") not in {"", *NO_TASKS}:
+        return []
+    hosts = expand(env.get("SLURM_JOB_NODELIST", ""))
+    here = {socket.gethostname(), socket.gethostname().partition(".")[0], env.get("SLURMD_NODENAME")}
+    if len(hosts) < 2 and _number(env, "SLURM_NTASKS") < 2 and here & set(hosts):
+        return []
+    # Since 22.05 srun does not take the allocation's own.
+    cores = [f"--cpus-per-task={number}" for number in [env.get("SLURM_CPUS_PER_TASK")] if number]
+    return ["srun", "--kill-on-bad-exit=1", *cores]
+
+
+def torchrun_of_node(processes: int) -> list[str]:
+    """Where srun has started one task a node, and each node shall have more ranks: the torchrun that starts those of this node. Empty
+    elsewhere."""
+    env = os.environ
+    nodes = _number(env, "SLURM_STEP_NUM_NODES")
+    if env.get(JOINED) != "srun" or processes < 2 or nodes != int(env["WORLD_SIZE"]):
+        return []
+    place = [f"--node-rank={env['RANK']}", f"--master-addr={env['MASTER_ADDR']}", f"--master-port={env['MASTER_PORT']}"]
+    each = [f"--nnodes={nodes}", f"--nproc-per-node={processes}", f"--rdzv-id={env['SLURM_JOB_ID']}"]
+    return [sys.executable, "-m", "torch.distributed.run", *each, *place, "-m", "--"]
+
+
+def become(command: list[str]) -> NoReturn:
+    """Go on as another program. Raises EnvironmentFault where it is not installed."""
+    sys.stdout.flush()
+    try:
+        os.execvp(command[0], command)
+    except FileNotFoundError:
+        raise EnvironmentFault(f"there is no program {command[0]!r}", where="PATH", fix="call drumline where it is installed") from None
+
+
+def task_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of this rank; empty where this process is no task of several, or cannot know where rank 0 is. MASTER_ADDR and
+    MASTER_PORT stay as the user has set them."""
+    # mpirun starts its own helpers by srun, so its tasks may see the variables of such a step, too.
+    found = _of_open_mpi(env) or _of_hydra(env) or _of_slurm(env)
+    return found and found | {name: env[name] for name in RENDEZVOUS if env.get(name)}
+
+
+def _of_slurm(env: Mapping[str, str]) -> dict[str, str]:
+    # In a terminal of srun (--pty) commands are typed in one task; the rest of the step does not hear them.
+    if "SLURM_PTY_PORT" in env or env.get("SLURM_STEP_ID") in NO_TASKS or _number(env, "SLURM_STEP_NUM_TASKS") < 2:
+        return {}
+    job, step, node = env["SLURM_JOB_ID"], env["SLURM_STEP_ID"], int(env.get("SLURM_NODEID", "0"))
+    hosts, tasks = expand(env["SLURM_STEP_NODELIST"]), tasks_of_nodes(env["SLURM_STEP_TASKS_PER_NODE"])
+    return _rank(
+        "srun",
+        (env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env["SLURM_LOCALID"], str(tasks[node])),
+        LOOPBACK if len(hosts) == 1 else env.get("MASTER_ADDR") or address(hosts[0]),
+        f"{job}.{step}",
+    ) | {"TORCHELASTIC_RESTART_COUNT": env.get("SLURM_RESTART_COUNT", "0")}  # a job that was requeued goes on with its run
+
+
+def _of_open_mpi(env: Mapping[str, str]) -> dict[str, str]:
+    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    if not all(name in env for name in names) or _number(env, names[1]) < 2:
+        return {}
+    # `JOB.0;tcp://ADDRESS,ADDRESS:PORT;tcp6://…`: where mpirun itself is, which puts rank 0 on its own host first.
+    mpirun = re.search(r";tcp://([^:;]+):\d+", env.get("OMPI_MCA_orte_hnp_uri", ""))
+    hosts = [host for host in mpirun[1].split(",") if not host.startswith("127.")] if mpirun else []
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
+    rank, size, local_rank, local_size = (env[name] for name in names)
+    host = LOOPBACK if local_size == size else env.get("MASTER_ADDR") or next(iter(hosts), None)
+    if host is None or (rank == "0" and host in hosts and not _is_here(host)):
+        return {}
+    return _rank("mpirun", (rank, size, local_rank, local_size), host, job)
+
+
+def _of_hydra(env: Mapping[str, str]) -> dict[str, str]:
+    """MPICH's and Intel's mpirun. They do not say where rank 0 is, so several hosts need a MASTER_ADDR."""
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    if not all(name in env for name in names) or _number(env, "PMI_SIZE") < 2:
+        return {}
+    rank, size, local_rank, local_size = (env[name] for name in names)
+    host = LOOPBACK if local_size == size else env.get("MASTER_ADDR")
+    # On one host all have the same parent, its proxy.
+    return _rank("mpirun", (rank, size, local_rank, local_size), host, str(os.getppid())) if host else {}
+
+
+def _rank(program: str, numbers: tuple[str, str, str, str], host: str, job: str) -> dict[str, str]:
+    """`job`: a text that all ranks of this start have, and no other start."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS
+    return dict(zip(names, numbers, strict=True)) | {"MASTER_ADDR": host, "MASTER_PORT": str(port), JOINED: program}
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    return int(env[name]) if env.get(name, "").isdecimal() else 0
+
+
+def _is_here(address: str) -> bool:
+    import psutil
+
+    return any(address == each.address for addresses in psutil.net_if_addrs().values() for each in addresses)
+
+
+def expand(hosts: str) -> list[str]:
+    """Slurm's list of hosts, one by one: `n[1-3,07],gpu1` is n1, n2, n3, n07 and gpu1."""
+    found = []
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
+        names = [""]
+        for part in re.findall(r"\[[^\]]*\]|[^\[]+", item):
+            names = [name + each for name in names for each in (_numbers(part[1:-1]) if part.startswith("[") else [part])]
+        found += names
+    return found
+
+
+def _numbers(ranges: str) -> list[str]:
+    """`1-3,07`: 1, 2, 3, 07. Zeros in front are kept."""
+    found = []
+    for each in ranges.split(","):
+        first, _, last = each.partition("-")
+        found += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return found
+
+
+def tasks_of_nodes(counts: str) -> list[int]:
+    """Slurm's count of tasks, node by node: `2(x3),1` is 2, 2, 2, 1."""
+    found: list[int] = []
+    for number, repeated in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
+        found += [int(number)] * int(repeated or 1)
+    return found
+
+
+def address(node: str) -> str:
+    """A name or an address by which a node of Slurm is found: its own name, else what Slurm itself calls it by. Raises EnvironmentFault."""
+    try:
+        socket.getaddrinfo(node, None)
+        return node
+    except socket.gaierror:
+        pass
+    command = ["scontrol", "show", "node", node, "--oneliner"]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        shown = ""
+    if found := re.search(r"\bNodeAddr=(\S+)", shown):
+        return found[1]
+    fix = "set MASTER_ADDR to a name or an address of the first host"
+    raise EnvironmentFault(f"the host {node!r} of rank 0 has no address", where="SLURM_STEP_NODELIST", fix=fix)
