@@ -15,6 +15,7 @@ from drumline.errors import EnvironmentFault
 
 if TYPE_CHECKING:
     from drumline.core.config import Config
+    from drumline.core.load import Request
     from drumline.core.out_of_memory import Exhausted
     from drumline.core.plan import Plan
     from drumline.hardware.detect import Machine
@@ -55,6 +56,11 @@ class LauncherSpec(Spec):
     def submission(self, plan: Plan, plan_path: Path, resume: str | None) -> str:
         """What `start` would hand to another program, for --dry-run; empty where it hands over nothing."""
         return ""
+
+    def submit(self, request: Request, dry_run: bool) -> int | None:
+        """Hand the run to another program that starts `drumline train` where it shall run, follow it, and return its exit code. `dry_run`:
+        print what would be handed over. None: it runs from here, by `start`."""
+        return None
 
     def early(self, config: Config, plan_path: Path) -> AbstractContextManager[Any]:
         """Entered before there is a plan, and left when the ranks have ended or there is no plan: what may start meanwhile. What it gives

@@ -46,6 +46,7 @@ REFERENCE = re.compile(r"\$\{env:([^{}]*)\}")
 # Where they may stand: those who use these values reveal them.
 PLACES = re.compile(r"algorithm\.rewards\.\d+\.options\..+|algorithm\.generator\.url|strategy\.(options|config)\..+", re.DOTALL)
 ALLOWED = "rewards' options, generator.url and a DeepSpeed config may hold one"
+NAMES = ("launch.secrets", "launch.image_pull_secrets")  # where secrets lie in a cluster, and not what they are
 _kept: set[str] = set()  # variables whose values are secret, whatever their names
 Secrets = list[tuple[str, bool]]
 
@@ -144,6 +145,8 @@ def withhold(value: Any, where: Callable[[Place], str], place: Place = ()) -> An
     Raises ConfigError for a secret, and for an `${env:…}`, where nobody would look it up.
     """
     dotted = ".".join(place)
+    if dotted in NAMES:
+        return value
     if place and _secret(place[-1], value):
         if PLACES.fullmatch(dotted):
             name = OURS + re.sub(r"\W", "_", dotted).upper()

@@ -12,6 +12,7 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
 
@@ -28,7 +29,7 @@ class Spec(Section):
 
     group: ClassVar[str]  # strategies: drumline/strategies/ and the entry points drumline.strategies
     thing: ClassVar[str]  # what an error calls one of them
-    module: ClassVar[str] = ""  # where this package's own are, if not in folders of their own
+    module: ClassVar[str] = ""  # where those of this package are that have no folder of their own
     default: ClassVar[str] = ""  # the kind of a section that names none; none: it must
     short: ClassVar[bool] = True  # the kind alone may stand for a section without further keys
     position: ClassVar[int] = 1000  # in tables and lists: the smallest first
@@ -94,11 +95,10 @@ def find(base: type[S], kind: str, base_dir: Path | None = None, trusted: bool =
 
 @cache
 def _built_in(base: type[S]) -> dict[str, type[S]]:
-    if base.module:
-        modules = [importlib.import_module(base.module)]
-    else:
-        package = importlib.import_module(f"drumline.{base.group}")
-        modules = [importlib.import_module(f"{package.__name__}.{m.name}.spec") for m in pkgutil.iter_modules(package.__path__) if m.ispkg]
+    names = [base.module] if base.module else []
+    room = find_spec(f"drumline.{base.group}")
+    folders = [f"{room.name}.{m.name}.spec" for m in pkgutil.iter_modules(room.submodule_search_locations) if m.ispkg] if room else []
+    modules = [importlib.import_module(name) for name in [*names, *(name for name in folders if find_spec(name))]]
     specs = [value for module in modules for value in vars(module).values() if isinstance(value, type) and issubclass(value, base)]
     return {kind: spec for spec in specs for kind in literal_kinds(spec)}
 

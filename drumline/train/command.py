@@ -47,7 +47,11 @@ def train(
     if launched_by() == "srun" and (torchrun := torchrun_of_node(_ranks_of_node(request().loaded.config))):
         become([*torchrun, *myself])
     if launched_by() is None:
-        return _dry_run(request()) if dry_run else launch_ranks(request(), display=True)[1]
+        made = request()
+        code = made.loaded.config.launch.submit(made, dry_run)
+        if code is not None:
+            return code
+        return _dry_run(made) if dry_run else launch_ranks(made, display=True)[1]
     if dry_run:
         return _dry_run(request(int(os.environ["WORLD_SIZE"]))) if first_rank() else 0
     from drumline.train.launched import train as train_launched

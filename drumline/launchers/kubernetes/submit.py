@@ -1,0 +1,90 @@
+"""`drumline train` on a machine outside of the pods: check, write the manifest, submit, follow."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import sys
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from drumline.core.explain import default_run_dir
+from drumline.core.load import Request
+from drumline.core.redact import OURS, REFERENCE
+from drumline.core.yaml_lines import write_yaml
+from drumline.errors import ConfigError, EnvironmentFault
+from drumline.launchers.kubernetes.manifest import APIS, Submission
+
+if TYPE_CHECKING:
+    from drumline.launchers.kubernetes.spec import KubernetesLauncher
+
+EXPERIMENTAL = "note: launch.kind kubernetes is experimental: its tests know the API's requests and answers, but have no cluster"
+LONGEST_NAME = 40  # characters; 63 are left for what the operators append
+
+
+def submit(launch: KubernetesLauncher, request: Request, dry_run: bool) -> int:
+    """Returns the run's exit code."""
+    submission = submission_of(launch, request)
+    from drumline.launchers.kubernetes.cluster import Cluster
+
+    if dry_run:
+        workload: str = launch.workload
+        if workload == "auto":
+            try:
+                workload = Cluster.connect(launch).workload()
+            except EnvironmentFault as fault:
+                workload = "TrainJob"
+                print(
+                    f"note: a TrainJob, unless the cluster has no Kubeflow Trainer; it could not be asked: {fault.line()}", file=sys.stderr
+                )
+        print("---\n".join(write_yaml(each) for each in submission.objects(workload)), end="")
+        return 0
+    print(EXPERIMENTAL, file=sys.stderr)
+    cluster = Cluster.connect(launch)
+    workload = cluster.workload()
+    uid = cluster.create(submission.objects(workload))
+    print(f"submitted {workload} {submission.name} in namespace {launch.namespace}", file=sys.stderr)
+    from drumline.launchers.kubernetes.follow import Follower
+
+    return Follower(cluster, APIS[workload], submission.name, uid).until_end()
+
+
+def submission_of(launch: KubernetesLauncher, request: Request) -> Submission:
+    """Raises ConfigError for a run folder that would be lost with its pods, and for secrets that pods would not have, or that all could
+    read in the manifest."""
+    loaded = request.loaded
+    run_dir = str(PurePosixPath(launch.workdir) / (loaded.config.run.dir or default_run_dir(loaded.path)))
+    volume = launch.volume_of(run_dir)
+    if volume is None:
+        fix = "name a claim under launch.volumes, and a folder on it with run.dir=…"
+        raise ConfigError(f"{run_dir} lies on no volume: what the run saves would be lost with its pods", where="run.dir", fix=fix)
+    if volume.read_only:
+        raise ConfigError(f"{run_dir} lies on the claim {volume.claim}, which is mounted read-only", where="run.dir", fix="choose another")
+    config = relative(loaded.config.model_dump(mode="json"), f"{loaded.base_dir.absolute()}/")
+    config["run"]["dir"] = run_dir
+    text = write_yaml(config)
+    require_secrets(text, launch)
+    stem = re.sub(r"[^a-z0-9]+", "-", f"run-{loaded.path.stem}".lower())[:LONGEST_NAME].strip("-")
+    path = PurePosixPath(launch.workdir) / f"{loaded.path.stem}.yaml"
+    more = ["--resume", request.resume] if request.resume else []
+    allow = ["--allow", ",".join(request.allow)] if request.allow else []
+    command = ("python", "-m", "torch.distributed.run", "-m", "drumline", "train", str(path), *more, *allow)
+    return Submission(launch, f"{stem}-{secrets.token_hex(3)}", text, path, command)
+
+
+def relative(value: Any, base: str) -> Any:
+    """The config's values with paths that begin with `base` relative to it again: in the container it is another folder."""
+    if isinstance(value, dict):
+        return {key: relative(inner, base) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [relative(inner, base) for inner in value]
+    return value.removeprefix(base) if isinstance(value, str) else value
+
+
+def require_secrets(config: str, launch: KubernetesLauncher) -> None:
+    for name in REFERENCE.findall(config):
+        if name.startswith(OURS):
+            what = "a secret in the config would stand in the manifest for all to read"
+            raise ConfigError(what, where="launch.secrets", fix="write ${env:NAME} in its place, and name its Secret under launch.secrets")
+        if name not in launch.secrets and name not in launch.env:
+            raise ConfigError(f"the config uses ${{env:{name}}}, which the pods do not have", where="launch.secrets", fix=f"add {name}")
