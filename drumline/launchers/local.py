@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from drumline.core.launcher import OnOutOfMemory
 from drumline.core.plan import Plan
@@ -29,6 +29,14 @@ ATTEMPT = "DRUMLINE_ATTEMPT"  # what a session reads: above 0 it goes on from it
 GRACE_SECONDS = 60.0
 
 
+class Ranks(Protocol):
+    """All ranks of a run, one attempt after the other."""
+
+    def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
+        """Start the ranks, each the module and arguments of `rank`, and come back when the last has ended. `logs`: the folder for what
+        they print. Raises EnvironmentFault where they cannot be started."""
+
+
 def launch(
     plan: Plan,
     plan_path: Path,
@@ -38,26 +46,33 @@ def launch(
     on_oom: OnOutOfMemory = lambda out, step: ("", "out of memory"),
     trial: bool = False,
     early: EarlyRanks | None = None,
+    ranks: Ranks | None = None,
 ) -> int:
     """Run the plan's ranks to the end and return the exit code (errors.py). `on_event` gets each line of events.jsonl as it comes.
 
     `worker`: the module that is a rank; its arguments are the plan's path and, to go on, `--resume PATH`. `on_oom` is called when a rank
     ran out of memory; such an end is never tried again with the same plan. `trial`: nothing of it is worth saving, and a signal ends it
-    at once. `early`: ranks of the plan that wait already. Raises EnvironmentFault for a port that is taken.
+    at once. `early`: ranks of the plan that wait already. `ranks`: what starts them; None: this machine. Raises EnvironmentFault for a
+    port that is taken.
     """
     options, run_dir = plan.config.launch, Path(plan.run_dir)
     nproc, events_path = plan.mesh.world_size, run_dir / "events.jsonl"
-    listener = listen(options.port)
-    from drumline.launchers.agent import Agent
-
+    listener = None if ranks else listen(options.port)
     restarts = Restarts(options.max_restarts)
     groups = Groups.of_this_process()
     with LauncherSignals(trial) as signals, tail(events_path, on_event):
         while True:
             started, attempt, kills = time.time(), next_attempt(run_dir), groups.oom_kills()
-            command = tied(worker, str(plan_path), *(["--resume", resume] if resume else []))
+            rank = [worker, str(plan_path), *(["--resume", resume] if resume else [])]
             logs = run_dir / "logs" / f"attempt-{attempt}"
-            ends = Agent(command, nproc, listener, logs, signals, options.grace_seconds, early).attempt()
+            if ranks is not None:
+                ends = ranks.attempt(rank, logs, signals)
+            else:
+                from drumline.launchers.agent import Agent
+
+                listener = listener or listen(options.port)
+                ends = Agent(tied(*rank), nproc, listener, logs, signals, options.grace_seconds, early).attempt()
+                listener = None
             signals.raise_swallowed()
             code = exit_code(ends, signals.number)
             if code is not None:
@@ -77,7 +92,7 @@ def launch(
             _report_failure(cause, ends, attempt, max(failed_at, 0), reason, again, events_path, memory_line)
             if reason is not None:
                 return 1
-            resume, listener = newest_or(resume, run_dir), listen(options.port)
+            resume = newest_or(resume, run_dir)
 
 
 def launch_trial(plan: Plan, plan_path: Path, name: str, on_progress: Callable[[str, int, int | None], None]) -> int:
@@ -94,6 +109,11 @@ def launch_trial(plan: Plan, plan_path: Path, name: str, on_progress: Callable[[
 def newest_or(resume: str | None, run_dir: Path) -> str:
     """Where a run goes on that was started before: at its newest checkpoint, else where it was to begin."""
     return "newest" if resume is None or any((run_dir / "checkpoints").glob("step-*")) else resume
+
+
+def furthest_step(run_dir: Path) -> int:
+    """The last step that any attempt of a run finished; -1 for none."""
+    return max((event.step for event in read(run_dir / "events.jsonl") if isinstance(event, MILESTONES)), default=-1)
 
 
 def next_attempt(run_dir: Path) -> int:
@@ -142,7 +162,7 @@ def _report_end(ends: list[RankEnd], code: int, signal: int, plan: Plan) -> None
         )
     elif code:
         cause = root_cause(ends)
-        print(f"error: rank {cause.rank} {cause.message}; see {cause.log}", file=sys.stderr)
+        print(f"error: {cause.name} {cause.message}; see {cause.log}", file=sys.stderr)
 
 
 def _report_failure(
@@ -151,7 +171,7 @@ def _report_failure(
     """On stderr and as an event. `again`: how it goes on where there is no `reason` to stop. `memory_line`: where memory ran out."""
     if memory_line is None:
         print(f"\n{report(cause, ends)}\n", file=sys.stderr)
-    first = f"error: rank {cause.rank} failed after step {step}: {memory_line or cause.message.splitlines()[0]}"
+    first = f"error: {cause.name} failed after step {step}: {memory_line or cause.message.splitlines()[0]}"
     if reason is not None:
         print(f"{first} — {reason}; see {cause.log}", file=sys.stderr)
     else:
@@ -159,6 +179,7 @@ def _report_failure(
     fault = Fault(
         attempt=attempt,
         rank=cause.rank,
+        host=cause.host or None,
         signal=cause.signal,
         exitcode=cause.exitcode,
         error=memory_line or cause.message,

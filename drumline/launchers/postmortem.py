@@ -29,7 +29,7 @@ _CERTAIN = re.compile(r"(Type|Attribute|Name|NotImplemented|Import|ModuleNotFoun
 @dataclass(frozen=True)
 class RankEnd:
     """How one rank ended. `killed`: by the launcher, after another had failed; `suspended`: somebody had suspended it until then. `at`:
-    unix seconds of its error, or of its end."""
+    unix seconds of its error, or of its end. `host`: its name, where it ran on one of several hosts."""
 
     rank: int
     exitcode: int
@@ -38,6 +38,11 @@ class RankEnd:
     killed: bool = False
     at: float = 0.0
     suspended: bool = False
+    host: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank}" + f" on host {self.host}" * bool(self.host)
 
     @property
     def signal(self) -> str | None:
@@ -101,16 +106,16 @@ def exhausted(cause: RankEnd, kills: tuple[int | None, int | None]) -> Exhausted
 
 def report(cause: RankEnd, ends: list[RankEnd]) -> str:
     """The failure as text: rank, cause, its traceback once, the end of its log; other ranks in one line. Without secrets."""
-    lines = [f"rank {cause.rank}: {cause.message}" + (f" ({OUT_OF_MEMORY})" if cause.signal == "SIGKILL" and not cause.killed else "")]
+    lines = [f"{cause.name}: {cause.message}" + (f" ({OUT_OF_MEMORY})" if cause.signal == "SIGKILL" and not cause.killed else "")]
     if cause.error and cause.error.get("traceback"):
         lines += ["", *_indent(cause.error["traceback"].rstrip().splitlines())]
     tail = _tail(cause.log, without=cause.error)
     lines += ["", f"last lines of {cause.log}:", *_indent(tail)] if tail else ["", f"its log: {cause.log}"]
     consequences = [end for end in ends if end.rank != cause.rank and end.exitcode != 0 and not end.killed]
     if consequences:
-        lines += ["", "in consequence: " + "; ".join(f"rank {end.rank} {end.message.splitlines()[0][:100]}" for end in consequences)]
+        lines += ["", "in consequence: " + "; ".join(f"{end.name} {end.message.splitlines()[0][:100]}" for end in consequences)]
     silent = [end for end in ends if end.rank != cause.rank and end.killed and not end.error]
-    lines += [f"rank {end.rank} {end.message}" for end in silent if end.suspended or cause.is_consequence]
+    lines += [f"{end.name} {end.message}" for end in silent if end.suspended or cause.is_consequence]
     return redact("\n".join(lines))
 
 

@@ -21,6 +21,7 @@ from drumline.foreign import read_bytes
 from drumline.telemetry.truth import Measurement
 
 MOST_EVENTS = 2**33  # bytes: some ten million steps
+LAST_BYTES = 2**18
 PERIOD_SECONDS = 0.2  # between two reads of what another process appends
 KINDS: dict[str, type[Event]] = {}
 Number = float | str | None  # JSON has no NaN, which is null here, and no infinity, which is a string
@@ -192,6 +193,7 @@ class Nonfinite(Event, kind="nonfinite"):
 class Fault(Event, kind="fault"):
     attempt: int  # count of starts before this one
     rank: int  # that failed first
+    host: str | None = None  # of that rank, where there are several
     signal: str | None  # that killed it
     exitcode: int | None  # of that rank
     error: str  # in one line
@@ -286,6 +288,23 @@ def _parsed(line: str | bytes) -> Event | None:
     return Event.of(values) if counts else None
 
 
+def last(path: Path, bytes_: int = LAST_BYTES) -> list[Event]:
+    """The newest whole events of a file, as many as lie in its last bytes; none where there is no file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - bytes_))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return []
+    return [event for event in map(_parsed, lines) if event is not None]
+
+
+def last_start(path: Path) -> int:
+    """Where in a file of events the newest start of its run begins, in bytes; 0 where there is none."""
+    text = path.read_bytes() if path.exists() else b""
+    return text.rfind(b"\n", 0, max(0, text.rfind(b'"kind": "run_start"'))) + 1
+
+
 def series(events: list[Event], name: str, kind: type[Event] = Step) -> dict[int, Any]:
     """Step → value, the last word on each step: one that was done again after a restart counts once."""
     found = [event.values() for event in events if isinstance(event, kind)]
@@ -293,10 +312,11 @@ def series(events: list[Event], name: str, kind: type[Event] = Step) -> dict[int
 
 
 @contextmanager
-def following(path: Path, on_bytes: Callable[[bytes], object]) -> Iterator[None]:
+def following(path: Path, on_bytes: Callable[[bytes], object], offset: int | None = None) -> Iterator[None]:
     """Within, another thread hands what is appended to a file to `on_bytes`, piece by piece; what is left is handed over at the end. The
-    file may not be there yet."""
-    done, offset = threading.Event(), path.stat().st_size if path.exists() else 0
+    file may not be there yet. `offset`: where in the file to begin; None: at its end."""
+    done = threading.Event()
+    offset = offset if offset is not None else path.stat().st_size if path.exists() else 0
 
     def hand_over() -> None:
         nonlocal offset
@@ -323,8 +343,8 @@ def following(path: Path, on_bytes: Callable[[bytes], object]) -> Iterator[None]
 
 
 @contextmanager
-def tail(path: Path, on_event: Emit) -> Iterator[None]:
-    """Within, each whole line that another process appends to a file of events goes to `on_event`."""
+def tail(path: Path, on_event: Emit, offset: int | None = None) -> Iterator[None]:
+    """Within, each whole line that another process appends to a file of events goes to `on_event`; from `offset` on (bytes), or its end."""
     rest = b""
 
     def parse(piece: bytes) -> None:
@@ -334,5 +354,5 @@ def tail(path: Path, on_event: Emit) -> Iterator[None]:
             if (event := _parsed(line)) is not None:  # torn by a kill: the next line is whole again
                 on_event(event)
 
-    with following(path, parse):
+    with following(path, parse, offset):
         yield

@@ -100,9 +100,9 @@ def test_a_package_s_model_and_launcher_train_and_go_on(installed: None, tmp_pat
 def test_commands_know_of_them(installed: None) -> None:
     assert "models of installed packages: small_mlp (drumline-debug 1.0)" in as_text("cpu")
     assert "launchers of installed packages: inline (drumline-debug 1.0)" in as_text("cpu")
-    assert {"local", "kubernetes", "inline"} <= set(kinds(LauncherSpec))
+    assert {"local", "kubernetes", "slurm", "inline"} <= set(kinds(LauncherSpec))
     made = schema()
-    assert made["properties"]["launch"]["anyOf"][0]["enum"] == ["inline", "local"]
+    assert {"inline", "local", "slurm"} <= {*made["properties"]["launch"]["anyOf"][0]["enum"]}
     assert "small_mlp" in made["$defs"]["ModelConfig"]["properties"]["kind"]["anyOf"][0]["enum"]
     with pytest.raises(DrumlineError, match="small_mlp is a function of drumline-debug"):  # drumline plan, drumline init
         find_model(load_values({"model": {"id": "small_mlp"}, "data": {"train": [{"kind": "digits"}]}}, []).config.model, lambda *_: None)

@@ -1,0 +1,140 @@
+"""Submitting the job of a run, and following it until it ends. No torch here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drumline.core.files import write_whole
+from drumline.core.signals import LauncherSignals
+from drumline.errors import EnvironmentFault
+from drumline.foreign import first_line
+from drumline.launchers.slurm.script import SCRIPT, script
+from drumline.telemetry.events import Emit, following, tail
+
+if TYPE_CHECKING:
+    from drumline.launchers.slurm.spec import SlurmLauncher
+
+JOB, END = "job.json", "job-end.json"  # in the run folder: the job that was submitted last; how it ended, by itself
+LOOK_SECONDS, QUEUE_SECONDS = 0.5, 10.0  # between two looks into the run folder, and two questions to Slurm
+ANSWER_SECONDS = 60.0
+WAITS = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+THERE = {*WAITS, "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"}
+DETACHED = 130  # the exit code after Ctrl-C, as shells have it
+
+
+def ask(*command: str) -> str:
+    """What a program of Slurm answers. Raises EnvironmentFault."""
+    fix = "is this a login host of the cluster, and does Slurm run?"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EnvironmentFault(f"{command[0]} gives no answer: {first_line(error)}", where="launch", fix=fix) from None
+    if done.returncode:
+        what = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise EnvironmentFault(f"{command[0]} refuses: {what}", where="launch", fix="change the launch section as it says")
+    return done.stdout.strip()
+
+
+def submit(options: SlurmLauncher, plan_path: Path, resume: str | None) -> str:
+    """Write the script, submit it, and note its job in the run folder. Returns the job's number."""
+    if os.environ.get("SBATCH_ARRAY_INX"):
+        what = "SBATCH_ARRAY_INX would make an array of the job, and a run is one"
+        raise EnvironmentFault(what, where="launch", fix="unset it")
+    run_dir = plan_path.parent
+    (run_dir / "logs").mkdir(exist_ok=True)
+    (run_dir / END).unlink(missing_ok=True)
+    write_whole(run_dir / SCRIPT, script(options, plan_path, resume))
+    job = ask("sbatch", "--parsable", str(run_dir / SCRIPT)).partition(";")[0]
+    write_whole(run_dir / JOB, json.dumps({"job": job}))
+    print(f"job {job}: {run_dir / SCRIPT} — drumline follow {run_dir} shows it, drumline stop {run_dir} stops it", file=sys.stderr)
+    return job
+
+
+def job_of(run_dir: Path) -> str | None:
+    """The job that was submitted last for a run; None where none was."""
+    return _field(run_dir / JOB, "job")
+
+
+def end_of(run_dir: Path) -> int | None:
+    """The exit code that the job of a run has noted; None where it has not ended by itself."""
+    noted = _field(run_dir / END, "exit_code") if job_of(run_dir) == _field(run_dir / END, "job") else None
+    return noted if type(noted) is int else None
+
+
+def _field(path: Path, name: str) -> Any:
+    try:
+        return json.loads(path.read_text())[name]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def state_of(job: str) -> tuple[str, str]:
+    """(state, why it waits) of a job, as Slurm calls them; empty where Slurm does not know it any more. Raises EnvironmentFault."""
+    try:
+        shown = ask("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T %r")
+    except EnvironmentFault as fault:
+        if "Invalid job id" in fault.what:
+            return "", ""
+        raise
+    state, _, why = shown.partition(" ")
+    return state, why
+
+
+def require_no_job(run_dir: Path) -> None:
+    """Raises EnvironmentFault where the job of a run is in the queue."""
+    job = job_of(run_dir)
+    if job is not None and (state := state_of(job)[0]) in THERE:
+        fix = f"follow it with drumline follow {run_dir}, or stop it with drumline stop {run_dir}"
+        raise EnvironmentFault(f"job {job} of this run is {state}", where=str(run_dir), fix=fix)
+
+
+def note_end(run_dir: Path, code: int) -> None:
+    """By the job: how it ended."""
+    write_whole(run_dir / END, json.dumps({"job": os.environ["SLURM_JOB_ID"], "exit_code": code}))
+
+
+def follow(run_dir: Path, job: str, on_event: Emit, offset: int | None = None) -> int:
+    """Show what a job does until it ends, and return the exit code of the run. Ctrl-C leaves it alone. `offset`: where in the file of
+    events to begin, in bytes; None: with new ones."""
+    log = run_dir / "logs" / f"job-{job}.log"
+    with LauncherSignals() as signals, tail(run_dir / "events.jsonl", on_event, offset), following(log, _show):
+        state, asked_at = "", -QUEUE_SECONDS
+        while not signals.number:
+            ended = end_of(run_dir) is not None
+            if ended or time.monotonic() - asked_at > QUEUE_SECONDS:
+                before, asked_at = state, time.monotonic()
+                state, why = _state(job, before)
+                if state != before and state in WAITS:
+                    print(f"job {job} is {state} ({why})", file=sys.stderr)
+                if state not in THERE:
+                    return _exit_code(run_dir, job, state)
+            time.sleep(2 * LOOK_SECONDS if ended else LOOK_SECONDS)
+    print(f"job {job} goes on: drumline follow {run_dir} shows it, drumline stop {run_dir} stops it", file=sys.stderr)
+    return DETACHED
+
+
+def _state(job: str, before: str) -> tuple[str, str]:
+    try:
+        return state_of(job)
+    except EnvironmentFault as fault:  # Slurm restarts, or is busy: the job goes on meanwhile
+        print(f"note: {fault.line()}", file=sys.stderr)
+        return before or "PENDING", ""
+
+
+def _exit_code(run_dir: Path, job: str, state: str) -> int:
+    if (noted := end_of(run_dir)) is not None:
+        return noted
+    why = re.sub(r"_", " ", state.lower()) or "gone"
+    print(f"error: job {job} is {why}, and its ranks had no time to end — go on with --resume; see {run_dir}/logs", file=sys.stderr)
+    return 1
+
+
+def _show(piece: bytes) -> None:
+    print(piece.decode(errors="replace"), end="", file=sys.stderr, flush=True)

@@ -1,0 +1,135 @@
+"""A run as a job of Slurm. No torch here."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+
+from drumline.core.cluster import MOST_NODES
+from drumline.core.launcher import LauncherSpec, OnOutOfMemory
+from drumline.core.plan import Plan
+from drumline.errors import EnvironmentFault
+from drumline.hardware.detect import Device, Machine, detect
+
+if TYPE_CHECKING:
+    from drumline.core.config import Config
+
+# What the script says itself, or what a run cannot be: an array is several jobs, which would share one run folder.
+OWN = {
+    "array": "a run is one job; submit one `drumline train` for each, with a run.dir of its own",
+    "signal": "set launch.grace_seconds",
+    "output": "its output is in RUN/logs",
+    "requeue": "set launch.requeue",
+    "no-requeue": "set launch.requeue",
+    "ntasks-per-node": "set launch.nproc",
+    "ntasks": "set launch.nodes and launch.nproc",
+    "wrap": "the script is Drumline's",
+    **{name: f"set launch.{name}" for name in ("nodes", "partition", "account", "qos", "time", "gres", "constraint")},
+    "gpus-per-node": "set launch.gpus",
+    "cpus-per-task": "set launch.cpus",
+}
+SHORT = {"a": "array", "o": "output", "n": "ntasks", "N": "nodes", "p": "partition", "A": "account", "q": "qos", "t": "time",
+         "C": "constraint", "c": "cpus-per-task"}  # fmt: skip
+
+
+def _one_line(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(f"{text!r} would not stay on its line of the script")
+    return text
+
+
+def _option(text: str) -> str:
+    name = re.match(r"--([\w-]+)|-(\w)", _one_line(text))
+    if name is None:
+        raise ValueError(f"{text!r} is no option of sbatch: write --name=value")
+    known = SHORT.get(name[2], "") if name[2] else name[1]
+    if known in OWN:
+        raise ValueError(f"--{known} cannot stand here: {OWN[known]}")
+    return text
+
+
+Name = Annotated[str, Field(pattern=r"^[^\s'\"\\#]+$")]
+
+
+class SlurmLauncher(LauncherSpec):
+    """A batch job of Slurm, followed until it ends. It is requeued, and goes on, when its time is up or another job takes its nodes."""
+
+    elsewhere: ClassVar[bool] = True
+
+    kind: Literal["slurm"] = "slurm"
+    nodes: int = Field(1, gt=0, le=MOST_NODES, description="Nodes of the job.")
+    nproc: int | None = Field(None, gt=0, le=4096, description="Ranks of each node; null: one per GPU of gpus or gres, or 1.")
+    partition: Name | None = Field(None, description="Partition; null: the cluster's default.")
+    account: Name | None = Field(None, description="Account that is charged; null: your default.")
+    qos: Name | None = Field(None, description="Quality of service; null: your default.")
+    time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] | Annotated[int, Field(gt=0)] | None = Field(
+        None, description="Time limit: minutes, 8:00:00, or 1-12:00:00 with days; null: the partition's default."
+    )
+    gpus: int | None = Field(None, gt=0, le=4096, description="GPUs of each node; null: as gres says, or none.")
+    gres: Name | None = Field(None, description="Generic resources of each node, such as gpu:a100:8.")
+    cpus: int | None = Field(None, gt=0, le=4096, description="Cores of each rank; null: the cluster's default.")
+    constraint: Name | None = Field(None, description="Features that the nodes must have.")
+    extra: tuple[Annotated[str, AfterValidator(_option)], ...] = Field(
+        (), description="More options of sbatch, a line of the script each, such as --exclusive or --mem=0."
+    )
+    requeue: bool = Field(True, description="Save and go back into the queue before the time limit, and after preemption.")
+    detach: bool = Field(False, description="Submit, and do not wait for the end.")
+
+    @property
+    def gpus_of_node(self) -> int:
+        """That the job requests."""
+        parts = [part.partition("(")[0].split(":") for part in (self.gres or "").split(",")]
+        return self.gpus or sum(int(fields[-1]) if fields[-1].isdecimal() else 1 for fields in parts if fields[0] == "gpu")
+
+    @property
+    def ranks_of_node(self) -> int:
+        return self.nproc or self.gpus_of_node or 1
+
+    def processes(self) -> int:
+        return self.nodes * self.ranks_of_node
+
+    def machine(self, config: Config) -> Machine:
+        """A node: its GPUs are those of `cluster`, else as this host's."""
+        here, number = detect(), self.gpus_of_node
+        if number == 0 or config.run.device == "cpu":
+            return here.without_devices()
+        if config.cluster is not None and (device := config.cluster.spec()) is not None:
+            memory = config.cluster.host_memory_gb
+            host = here.memory_bytes if memory is None else int(memory * 10**9)
+            return Machine([Device(device.name, device.memory_bytes)] * number, here.cores, host, "cuda", "bf16" in device.flops)
+        if not here.devices:
+            what = f"this host has no GPU, so it is not known what the {number} GPUs of a node are"
+            fix = f"set them, such as cluster: {self.nodes}x{number}xh100-80g; `drumline plan --devices` prints the names"
+            raise EnvironmentFault(what, where="cluster", fix=fix)
+        return replace(here, devices=here.devices[:1] * number)
+
+    def early(self, config: Config, plan_path: Path) -> AbstractContextManager[Any]:
+        """Raises EnvironmentFault where a job of the run is in the queue."""
+        from drumline.launchers.slurm.queue import require_no_job
+
+        require_no_job(plan_path.parent)
+        return nullcontext()
+
+    def require(self) -> None:
+        if shutil.which("sbatch") is None:
+            raise EnvironmentFault("there is no sbatch on this host", where="launch.kind", fix="submit from a login host of the cluster")
+
+    def submission(self, plan: Plan, plan_path: Path, resume: str | None) -> str:
+        from drumline.launchers.slurm.script import script
+
+        return script(self, plan_path, resume)
+
+    def start(
+        self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: OnOutOfMemory, early: Any
+    ) -> int:
+        from drumline.launchers.slurm.queue import follow, submit
+
+        job = submit(self, plan_path, resume)
+        return 0 if self.detach else follow(plan_path.parent, job, on_event)

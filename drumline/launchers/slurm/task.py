@@ -1,0 +1,50 @@
+"""One task of the job's step: `python -m drumline.launchers.slurm.task LOGS MODULE ARGUMENTS...`.
+
+It runs the module as a rank, hands signals on to it, and notes how it ended: srun tells only the largest exit code. No torch here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from drumline.core.files import write_whole
+from drumline.core.process import tied
+from drumline.hardware.detect import usable_cores
+from drumline.launchers.tasks import task_variables
+
+
+def main(logs: Path, module: str, *arguments: str) -> int:
+    env = {**os.environ, **task_variables(os.environ)}
+    rank = env.get("RANK", "0")
+    threads = env.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // int(env.get("LOCAL_WORLD_SIZE", "1"))))
+    env |= {"TORCHELASTIC_ERROR_FILE": str(logs / f"rank-{rank}.json"), "OMP_NUM_THREADS": threads}
+    process: subprocess.Popen[bytes] | None = None
+    before = 0
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        nonlocal before
+        before = number
+        if process is not None:
+            process.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, hand_on)
+    # A session of its own: a signal to the task's group comes once.
+    process = subprocess.Popen([sys.executable, *tied(module, *arguments)], env=env, start_new_session=True)
+    if before:
+        process.send_signal(before)
+    code = process.wait()
+    host = env.get("SLURMD_NODENAME") or socket.gethostname()
+    write_whole(logs / f"rank-{rank}.end", json.dumps({"exitcode": code, "host": host, "time": time.time()}))
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

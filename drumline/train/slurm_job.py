@@ -1,0 +1,38 @@
+"""What the batch script of a Slurm job runs: `python -m drumline.train.slurm_job PLAN_JSON [--resume PATH|newest]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import cache
+from pathlib import Path
+
+from drumline.core.launcher import OnOutOfMemory
+from drumline.core.plan import Plan
+from drumline.errors import DrumlineError
+from drumline.launchers.slurm.job import run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--resume")
+    parser.add_argument("--worker", default="drumline.train.entry")
+    options = parser.parse_args()
+    try:
+        plan = Plan.load(options.plan)
+
+        @cache
+        def replanner() -> OnOutOfMemory:
+            from drumline.train.replan import Replanner  # torch comes with it
+
+            return Replanner(plan, options.plan)
+
+        return run(plan, options.plan, options.resume, lambda out, step: replanner()(out, step), options.worker)
+    except DrumlineError as error:
+        print(f"error: {error.line()}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

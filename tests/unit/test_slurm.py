@@ -1,0 +1,156 @@
+"""The launch section of Slurm, the plan for nodes that are not here, and the batch script. tests/slurm runs it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.core.load import load, load_values
+from drumline.errors import ConfigError, EnvironmentFault
+from drumline.hardware.catalog import DEVICES
+from drumline.hardware.detect import Device, Machine
+from drumline.launchers.lease import Lease
+from drumline.launchers.slurm import job, queue, spec
+from drumline.launchers.slurm.script import script
+from drumline.launchers.slurm.spec import SlurmLauncher
+from drumline.train.command import _placed
+from drumline.train.setup import Request, make_plan
+from tests.harness import write_config
+from tests.tiny import tiny_model_dir
+
+DATA = {"data": {"train": [{"kind": "digits"}]}}
+
+
+def launch(**values: Any) -> SlurmLauncher:
+    return SlurmLauncher.model_validate({"kind": "slurm", **values})
+
+
+def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a 'quoted' 100% folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    options = launch(nodes=2, gpus=4, partition="long", time="1-12:00:00", cpus=8, extra=["--mem=0", "--exclusive"], grace_seconds=90.5)
+    text = script(options, Path("runs/x y/plan.json"), "newest")
+    lines = text.splitlines()
+    for wanted in ("nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "partition=long", "time=1-12:00:00", "cpus-per-task=8", "mem=0"):
+        assert f"#SBATCH --{wanted}" in lines
+    assert "#SBATCH --exclusive" in lines and "#SBATCH --requeue" in lines and "#SBATCH --job-name=drumline-x-y" in lines
+    assert "#SBATCH --signal=B:USR1@151" in lines, "to the batch script, 60 s before the ranks must have saved"
+    assert f'#SBATCH --output="{folder}/runs/x y/logs/job-%j.log"'.replace("100% folder", "100%% folder") in lines
+    # The shell comes to the folder and to the command as they are.
+    code = "\n".join(lines[lines.index("") :]).replace("exec ", "pwd; printf '%s\\n' ")
+    shown = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
+    assert shown[0] == str(folder) and shown[2:] == ["-m", "drumline.train.slurm_job", "runs/x y/plan.json", "--resume", "newest"]
+    bare = script(launch(requeue=False), Path("run/plan.json"), None)
+    assert "--no-requeue" in bare and "--resume" not in bare and "partition" not in bare
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"extra": ["--array=0-3"]}, "--array cannot stand here: a run is one job"),
+        ({"extra": ["-a", "0-3"]}, "--array cannot stand here"),
+        ({"extra": ["--nodes=3"]}, "--nodes cannot stand here: set launch.nodes"),
+        ({"extra": ["--mem=0\n#SBATCH --array=1"]}, "would not stay on its line"),
+        ({"extra": ["exclusive"]}, "is no option of sbatch: write --name=value"),
+        ({"partition": "a b"}, "launch.partition"),
+        ({"time": "soon"}, "launch.time"),
+        ({"nodes": 0}, "launch.nodes"),
+        ({"node": 2}, "launch.node"),
+    ],
+)
+def test_mistakes_are_one_line(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as mistake:
+        load_values({**DATA, "launch": {"kind": "slurm", **values}}, [])
+    assert message in mistake.value.line() and len(mistake.value.line().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "gpus", "ranks"),
+    [
+        ({}, 0, 1),
+        ({"nproc": 3}, 0, 3),
+        ({"gpus": 8}, 8, 8),
+        ({"gpus": 8, "nproc": 1}, 8, 1),
+        ({"gres": "gpu:a100:4"}, 4, 4),
+        ({"gres": "gpu:2(S:0),fast:1"}, 2, 2),
+        ({"gres": "gpu"}, 1, 1),
+        ({"gres": "gpu:a100,shard:10"}, 1, 1),
+        ({"gres": "license:3"}, 0, 1),
+    ],
+)
+def test_ranks_of_a_node(values: dict[str, Any], gpus: int, ranks: int) -> None:
+    options = launch(nodes=3, **values)
+    assert (options.gpus_of_node, options.ranks_of_node, options.processes()) == (gpus, ranks, 3 * ranks)
+
+
+def test_a_node_is_what_the_yaml_says_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Machine([], 8, 64 * 10**9, "cpu", False)
+    monkeypatch.setattr(spec, "detect", lambda: here)
+    options = launch(nodes=2, gpus=8)
+    described = load_values({**DATA, "cluster": "2x8xh100-80g"}, []).config
+    node = options.machine(described)
+    assert len(node.devices) == 8 and node.device == "cuda" and node.bf16
+    assert node.devices[0] == Device("h100-80g", DEVICES["h100-80g"].memory_bytes)
+    nothing = load_values(DATA, []).config
+    with pytest.raises(EnvironmentFault, match=r"what the 8 GPUs of a node are — set them, such as cluster: 2x8x"):
+        options.machine(nothing)
+    assert options.machine(load_values(DATA, ["run.device=cpu"]).config) == here
+    monkeypatch.setattr(spec, "detect", lambda: Machine([Device("NVIDIA H100", 80 * 10**9)], 8, 64 * 10**9, "cuda", True))
+    assert len(options.machine(nothing).devices) == 8, "nodes are as this host"
+
+
+@pytest.mark.slow
+def test_a_plan_for_nodes_that_are_not_here(tmp_path: Path) -> None:
+    sections = {"run": {"device": "auto"}, "batch": {"global_samples": 16, "micro_batch": 1}, "cluster": "2x8xh100-80g"}
+    options = {"kind": "slurm", "nodes": 2, "gpus": 8}
+    loaded = load(write_config(tmp_path, tiny_model_dir(tmp_path / "model"), launch=options, **sections), [])
+    request = _placed(Request(loaded, loaded.config.launch.processes()))
+    plan = make_plan(request, on_progress=lambda *_: None, dry_run=True)
+    assert (plan.mesh.world_size, plan.device, plan.backend, plan.precision) == (16, "cuda", "nccl", "bf16")
+    assert plan.predicted.peak_flops_per_device == DEVICES["h100-80g"].flops["bf16"]
+    assert not any("is not the one here" in why for why in plan.why)
+    assert "#SBATCH --ntasks-per-node=8" in plan.config.launch.submission(plan, Path(plan.run_dir) / "plan.json", None)
+
+
+def test_no_job_outside_of_slurm_and_none_in_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.faults.test_launch import toy
+
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    path = toy(tmp_path / "run", "steps", kind="slurm")
+    plan = job.Plan.load(path)
+    with pytest.raises(EnvironmentFault, match="batch script of one job — submit it alone"):
+        job.run(plan, path, None, lambda out, step: ("", None), "x")
+    monkeypatch.setenv("SLURM_JOB_ID", "3")
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "3")
+    with pytest.raises(EnvironmentFault, match="this one is of an array"):
+        job.run(plan, path, None, lambda out, step: ("", None), "x")
+    monkeypatch.setenv("SBATCH_ARRAY_INX", "0-3")
+    with pytest.raises(EnvironmentFault, match="SBATCH_ARRAY_INX would make an array"):
+        queue.submit(launch(), path, None)
+    with Lease(tmp_path / "run"):  # it is not held
+        pass
+
+
+def test_without_slurm_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(EnvironmentFault, match="there is no sbatch on this host"):
+        launch().require()
+    with pytest.raises(EnvironmentFault, match="squeue gives no answer"):
+        queue.state_of("3")
+    assert queue.job_of(tmp_path) is None
+    (tmp_path / "job.json").write_text("[]")
+    assert queue.job_of(tmp_path) is None
+
+
+def test_ends_are_read_from_the_notes_of_tasks(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.end").write_text('{"exitcode": -9, "host": "n1", "time": 5.0}')
+    (tmp_path / "srun.log").write_text("srun: Job step created\nsrun: error: Node failure on n2\nsrun: error: more\n")
+    first, second = (job._end(rank, tmp_path, killed=False) for rank in (0, 1))
+    assert (first.exitcode, first.host, first.message, first.name) == (-9, "n1", "killed by SIGKILL", "rank 0 on host n1")
+    assert (second.exitcode, second.message) == (1, "lost: Node failure on n2")
+    assert job._end(1, tmp_path, killed=True).killed
