@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
-from drumline import __version__
+from drumline import __version__, cli_runs
+from drumline.cli_runs import path_of as _path
 from drumline.core.redact import redact
 from drumline.errors import DrumlineError, UserError
-from drumline.foreign import first_line, path_mistake
+from drumline.foreign import first_line
 
 app = typer.Typer(
     name="drumline",
@@ -21,13 +22,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="One YAML and one command train a model on however many devices there are.",
 )
-
-
-def _path(text: str) -> Path:
-    """The parser of every path on the command line."""
-    if mistake := path_mistake(text):
-        raise UserError(mistake, where=text, fix="shorten it")
-    return Path(text)
 
 
 def _place(text: str) -> str:
@@ -67,6 +61,7 @@ def train(
     ] = None,
     allow: Annotated[str, typer.Option(metavar="KEYS", help="With --resume: config keys that may differ, comma-separated, or `all`.")] = "",
     trust_remote_code: Trust = False,
+    detach: Annotated[bool, typer.Option("--detach", help="With a launcher that submits: do not wait for the end.")] = False,
     accelerate_config: Annotated[
         Path | None, _path_option(metavar="F", help="An accelerate config or DeepSpeed JSON; its strategy overrides that of CONFIG.")
     ] = None,
@@ -76,7 +71,7 @@ def train(
 
     extra = [f"launch.nproc={nproc}"] * (nproc is not None) + [f"launch.max_restarts={max_restarts}"] * (max_restarts is not None)
     allowed = tuple(key for key in allow.split(",") if key)
-    overrides = [*(overrides or []), *extra, *TRUSTED * trust_remote_code]
+    overrides = [*(overrides or []), *extra, *["launch.detach=true"] * detach, *TRUSTED * trust_remote_code]
     raise typer.Exit(run(config, overrides, resume=resume, allow=allowed, dry_run=dry_run, accelerate_config=accelerate_config))
 
 
@@ -286,6 +281,9 @@ def schema() -> None:
     from drumline.core.load import schema as json_schema
 
     print(json.dumps(json_schema(), indent=2))
+
+
+cli_runs.add(app)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -10,20 +10,23 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import stat
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from drumline.core.files import create_whole
+from drumline.core.files import create_whole, write_whole
 from drumline.core.process import ProcessId, this_process
 from drumline.errors import EnvironmentFault
 
 NAME = "run.lock"
+STOP = "run.stop"  # beside it: the token of the lease whose holder shall stop
 RENEW_SECONDS = 2.0
 PATIENCE_SECONDS = 8.0  # a counter that stands still for so long, by the reader's own clock, is a dead holder's
 LOOK_SECONDS = 0.5
@@ -108,6 +111,7 @@ class Lease:
         while not self._ended.wait(RENEW_SECONDS):
             with suppress(OSError):  # a full disk, a host that does not answer: tried again in two seconds
                 self._renew()
+                self._stop_if_requested()
 
     def _renew(self) -> None:
         """Raise the counter, in the file that was found to be ours: no new file, so a full disk does not end the lease."""
@@ -126,6 +130,56 @@ class Lease:
         lost = f"the run folder was taken over by {_holder_text(there)} — this run ends here"
         print(f"\nerror: {self.run_dir}: {lost}", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+    def _stop_if_requested(self) -> None:
+        """As by a signal to this process: its ranks, or this rank with the rest, save."""
+        if (self.run_dir / STOP).read_text() == self.token:
+            (self.run_dir / STOP).unlink()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who has a run folder. `alive`: None where only its counter, which it raises, can show that."""
+
+    token: str
+    host: str
+    pid: int
+    since: str
+    count: bytes
+    alive: bool | None
+
+
+def holder(run_dir: Path) -> Holder | None:
+    """Who has a run folder by its lease, alive or dead; None where nobody has."""
+    seen = _read(run_dir / NAME)
+    process = seen and _holder(seen)
+    if not seen or not process:
+        return None
+    fields = _fields(seen)
+    token, since = str(fields.get("token")), str(fields.get("since"))[:30]
+    return Holder(token, process.host[:100], process.pid, since, seen, process.alive())
+
+
+def holders(run_dirs: Sequence[Path]) -> dict[Path, Holder]:
+    """Those of run folders, by folder, each known to be alive or dead: that takes some seconds where one is on another host."""
+    found = {folder: one for folder in run_dirs if (one := holder(folder)) is not None}
+    if any(one.alive is None for one in found.values()):
+        time.sleep(2 * RENEW_SECONDS)
+    for folder, one in found.items():
+        if one.alive is None:
+            now = holder(folder)
+            found[folder] = replace(one, alive=now is not None and now.count != one.count)
+    return found
+
+
+def request_stop(run_dir: Path, token: str) -> None:
+    """Have the holder of a run folder stop as by SIGTERM, on whichever host it is. Raises EnvironmentFault."""
+    try:
+        write_whole(run_dir / STOP, token)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(run_dir / STOP), fix="stop it as its owner") from None
 
 
 def has_lease(token: str, run_dir: Path, seconds: float) -> bool:

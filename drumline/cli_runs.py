@@ -1,0 +1,62 @@
+"""The commands on runs that are under way, whoever launched them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from drumline.errors import UserError
+from drumline.foreign import path_mistake
+
+
+def path_of(text: str) -> Path:
+    """The parser of every path on the command line."""
+    if mistake := path_mistake(text):
+        raise UserError(mistake, where=text, fix="shorten it")
+    return Path(text)
+
+
+Run = Annotated[Path, typer.Argument(parser=path_of, metavar="RUN", help="A run folder.")]
+
+
+def ps(
+    folder: Annotated[Path, typer.Argument(parser=path_of, metavar="[FOLDER]", help="A run, or the folder that has runs.")] = Path("runs"),
+) -> None:
+    """List runs: state, last step, and where each is running."""
+    from drumline.launchers.runs import states, table
+
+    print(table(states(folder)))
+
+
+def logs(run: Run, rank: Annotated[int | None, typer.Option(min=0, help="Of this rank alone.")] = None) -> None:
+    """Print what the ranks of a run's newest attempt have printed."""
+    from drumline.launchers.runs import print_logs
+
+    print_logs(run, rank)
+
+
+def follow(run: Run) -> None:
+    """Show a run that was launched elsewhere until it ends, and exit with its exit code. Ctrl-C leaves it alone."""
+    from rich.console import Console
+
+    from drumline.launchers.runs import follow as show
+    from drumline.report.progress import Progress
+
+    with Progress(Console()) as progress:
+        code = show(run, progress.on_event)
+    raise typer.Exit(code)
+
+
+def stop(run: Run) -> None:
+    """Have a run save and end, wherever it is running; `drumline train --resume` continues it."""
+    from drumline.launchers.runs import stop as end
+
+    end(run)
+
+
+def add(app: typer.Typer) -> None:
+    """Have `app` know of them."""
+    for command in (ps, logs, follow, stop):
+        app.command()(command)

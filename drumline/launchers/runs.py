@@ -1,0 +1,170 @@
+"""Runs that are under way, whoever launched them and wherever they are: list them, show their logs, follow and stop them. All that is known
+of one is in its folder: the lease, the events, the logs, and the number of its job. No torch here."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from drumline.core.redact import redact
+from drumline.core.signals import LauncherSignals
+from drumline.errors import DrumlineError, EnvironmentFault, UserError
+from drumline.launchers import lease
+from drumline.launchers.slurm import queue
+from drumline.telemetry.events import Emit, Event, Fault, RunEnd, Step, last, last_start, tail
+
+LOOK_SECONDS = 0.5
+STOP_SECONDS = 30.0  # between two lines while a run saves
+LEFT = 130  # the exit code after Ctrl-C
+
+
+@dataclass(frozen=True)
+class State:
+    """A run as it is now. `age`: seconds since its last event, or since its folder was made; `where`: host and process, or the job."""
+
+    run_dir: Path
+    state: str
+    step: int | None
+    where: str
+    age: float
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "plan.json").is_file()
+
+
+def require_run(folder: Path) -> None:
+    """Raises UserError for a folder that is no run's."""
+    if not is_run(folder):
+        fix = "name the folder of a run; `drumline ps` lists them"
+        raise UserError("is no run folder: there is no plan.json", where=str(folder), fix=fix)
+
+
+def states(folder: Path) -> list[State]:
+    """Of the run in `folder`, or of all runs below it, the newest event first."""
+    runs = [folder] if is_run(folder) else [path.parent for path in sorted(folder.glob("*/plan.json"))]
+    held = lease.holders(runs)
+    return sorted((_state(run, held.get(run)) for run in runs), key=lambda each: each.age)
+
+
+def _state(run: Path, holder: lease.Holder | None) -> State:
+    events = last(run / "events.jsonl")
+    steps = [step for event in events if type(step := getattr(event, "step", None)) is int]
+    job, where = queue.job_of(run), "" if holder is None else f"{holder.host} pid {holder.pid}"
+    if job is not None:
+        where = f"job {job}" + f" on {where}" * bool(where)
+    at = events[-1].t if events else (run / "plan.json").stat().st_mtime
+    return State(run, _name(run, holder, events, job), steps[-1] if steps else None, where, max(0.0, time.time() - at))
+
+
+def _name(run: Path, holder: lease.Holder | None, events: list[Event], job: str | None) -> str:
+    """running, queued, finished, preempted, stopped, failed, or lost: its launcher has died."""
+    if holder is not None and holder.alive:
+        return "running"
+    if job is not None and queue.end_of(run) is None and _job_state(job) in queue.WAITS:
+        return "queued"
+    ends = [event for event in events if isinstance(event, RunEnd | Fault | Step)]
+    if ends and isinstance(ends[-1], RunEnd):
+        return ends[-1].status
+    if ends and isinstance(ends[-1], Fault) and ends[-1].action.startswith("stop"):
+        return "failed"
+    return "lost" if holder is not None or ends else "not started"
+
+
+def _job_state(job: str) -> str:
+    try:
+        return queue.state_of(job)[0]
+    except EnvironmentFault:  # this host has no Slurm
+        return ""
+
+
+def print_logs(run: Path, rank: int | None) -> None:
+    """Print what the ranks of the newest attempt have printed, or one of them: standard output, then standard error. Raises UserError."""
+    require_run(run)
+    attempts = sorted((run / "logs").glob("attempt-*"), key=lambda path: int(path.name.removeprefix("attempt-")))
+    files = sorted(attempts[-1].glob("rank-*.*"), key=_order) if attempts else []
+    found = [path for path in files if path.suffix in (".out", ".log") and rank in (None, _order(path)[0])]
+    if not found:
+        what = "has no logs" if not files else f"has no logs of rank {rank}"
+        raise UserError(what, where=str(run / "logs"), fix="under torchrun, srun and mpirun ranks print where that program does")
+    for path in found:
+        label = "" if rank is not None else f"rank {_order(path)[0]} | "
+        for line in path.read_text(errors="replace").splitlines():
+            print(f"{label}{redact(line)}")
+
+
+def _order(path: Path) -> tuple[int, bool]:
+    number = path.stem.removeprefix("rank-")
+    return (int(number) if number.isdecimal() else -1), path.suffix == ".log"
+
+
+def follow(run: Path, on_event: Emit) -> int:
+    """Show the newest start of a run, and what comes, until it ends; returns its exit code. Ctrl-C leaves it alone."""
+    require_run(run)
+    path = run / "events.jsonl"
+    start = last_start(path)
+    if (job := _queued_job(run)) is not None:
+        return queue.follow(run, job, on_event, start)
+    with LauncherSignals() as signals, tail(path, on_event, start):
+        while not signals.number and (holder := lease.holders([run]).get(run)) is not None and holder.alive:
+            _pause(signals, LOOK_SECONDS)
+    if signals.number:
+        return LEFT
+    noted, ends = queue.end_of(run), [event for event in last(path) if isinstance(event, RunEnd | Fault)]
+    return noted if noted is not None else ends[-1].exit_code if ends and isinstance(ends[-1], RunEnd) else 1
+
+
+def _queued_job(run: Path) -> str | None:
+    """The job of a run, where Slurm has not ended it."""
+    job = queue.job_of(run)
+    return job if job is not None and queue.end_of(run) is None and _job_state(job) in queue.THERE else None
+
+
+def _pause(signals: LauncherSignals, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not signals.number:
+        time.sleep(0.1)
+
+
+def stop(run: Path) -> None:
+    """Have a run save and end, as by SIGTERM to its launcher, and wait until it has. Raises UserError where it is not under way."""
+    require_run(run)
+    holder = lease.holders([run]).get(run)
+    if holder is not None and holder.alive:
+        lease.request_stop(run, holder.token)
+        print(f"{run}: pid {holder.pid} on host {holder.host} saves and ends", file=sys.stderr)
+        _wait_for_end(run, holder.token)
+    elif (job := _queued_job(run)) is not None:
+        queue.ask("scancel", job)
+        print(f"{run}: job {job} was in the queue and is cancelled", file=sys.stderr)
+    else:
+        raise UserError("is not under way", where=str(run), fix="`drumline ps` lists runs and their states")
+
+
+def _wait_for_end(run: Path, token: str) -> None:
+    printed = time.monotonic()
+    with LauncherSignals() as signals:
+        while (now := lease.holder(run)) is not None and now.token == token and now.alive is not False and not signals.number:
+            if time.monotonic() - printed > STOP_SECONDS:
+                printed = time.monotonic()
+                print(f"{run}: still saving", file=sys.stderr)
+            _pause(signals, LOOK_SECONDS)
+    if signals.number:
+        raise DrumlineError("it was requested to stop, and has not ended yet", where=str(run), fix="drumline ps shows whether it has")
+
+
+def table(found: list[State]) -> str:
+    """Lines of `drumline ps`."""
+    rows = [("RUN", "STATE", "STEP", "LAST EVENT", "WHERE")]
+    rows += [(str(each.run_dir), each.state, str(each.step or "-"), f"{_duration(each.age)} ago", each.where) for each in found]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,142 @@
+"""Runs that are under way: their states, their logs, and a request to stop that reaches their launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from drumline.core.signals import LauncherSignals
+from drumline.errors import UserError
+from drumline.launchers import lease, runs
+from drumline.launchers.lease import Lease
+from drumline.telemetry.events import Event, EventLog, Fault, RunEnd, RunStart, last, last_start, tail
+from tests.faults.live import kill, wait_for
+from tests.faults.test_launch import toy
+from tests.harness import drumline, events, start_drumline, write_config
+from tests.tiny import tiny_model_dir
+
+FAULT = {"attempt": 0, "rank": 1, "signal": None, "exitcode": 1, "error": "x", "log": "y", "step": 4}
+
+
+def run_of(folder: Path, name: str, *logged: Event) -> Path:
+    run = toy(folder / name, "").parent
+    for event in logged:
+        EventLog(run / "events.jsonl").emit(event)
+    return run
+
+
+def end(status: str, code: int) -> RunEnd:
+    return RunEnd(status=status, exit_code=code, step=7, goodput={})
+
+
+def start() -> RunStart:
+    return RunStart(
+        world_size=2, steps=9, parameters=1, strategy="ddp", device="cpu", run_dir="r", resumed_from=None, plan_line="a plan", left_out=[]
+    )
+
+
+def test_states(tmp_path: Path) -> None:
+    run_of(tmp_path, "new")
+    run_of(tmp_path, "done", start(), end("finished", 0))
+    run_of(tmp_path, "saved", start(), end("preempted", 75))
+    run_of(tmp_path, "bad", start(), Fault(**FAULT, action="stop: no restart is allowed"))
+    run_of(tmp_path, "dead", start(), Fault(**FAULT, action="restart"))
+    (tmp_path / "no-run").mkdir()
+    with Lease(run_of(tmp_path, "now", start(), end("preempted", 75), start())):
+        found = {each.run_dir.name: each for each in runs.states(tmp_path)}
+        wanted = {"new": "not started", "done": "finished", "saved": "preempted", "bad": "failed", "dead": "lost", "now": "running"}
+        assert {name: each.state for name, each in found.items()} == wanted
+        assert (found["done"].step, found["new"].step, found["bad"].step) == (7, None, 4)
+        assert f"pid {os.getpid()}" in found["now"].where and found["done"].where == ""
+        lines = runs.table(list(found.values())).splitlines()
+        assert lines[0].split()[:3] == ["RUN", "STATE", "STEP"] and len(lines) == 7
+        assert len({line.index(wanted[Path(line.split()[0]).name]) for line in lines[1:]}) == 1, "in columns"
+    assert [each.state for each in runs.states(tmp_path / "now")] == ["preempted"], "of one run"
+
+
+def test_a_request_to_stop_reaches_the_holder_alone(tmp_path: Path) -> None:
+    with LauncherSignals() as signals, Lease(tmp_path) as held:
+        lease.request_stop(tmp_path, "of an earlier one")
+        time.sleep(lease.RENEW_SECONDS * 1.5)
+        assert not signals.number
+        lease.request_stop(tmp_path, held.token)
+        until = time.monotonic() + 3 * lease.RENEW_SECONDS
+        while not signals.number and time.monotonic() < until:
+            time.sleep(0.05)
+        assert signals.number == signal.SIGTERM and not (tmp_path / lease.STOP).exists()
+
+
+def test_a_holder_on_another_host_is_known_by_its_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drumline.core.process.ProcessId.alive", lambda self: None)
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.2)
+    (tmp_path / "a").mkdir()
+    with Lease(tmp_path / "a"):
+        (tmp_path / "b").mkdir()
+        (tmp_path / "b" / lease.NAME).write_bytes((tmp_path / "a" / lease.NAME).read_bytes())
+        found = lease.holders([tmp_path / name for name in ("a", "b", "c")])
+    assert {folder.name: holder.alive for folder, holder in found.items()} == {"a": True, "b": False}
+
+
+def test_the_newest_events(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "run", start(), end("preempted", 75), start(), end("finished", 0))
+    path = run / "events.jsonl"
+    assert [event.kind for event in last(path)] == ["run_start", "run_end"] * 2
+    assert [event.kind for event in last(path, 100)] == [] and last(tmp_path / "none") == []
+    got: list[Event] = []
+    with tail(path, got.append, last_start(path)):
+        pass
+    assert [event.kind for event in got] == ["run_start", "run_end"] and getattr(got[1], "exit_code", None) == 0
+    assert last_start(tmp_path / "none") == 0
+
+
+def test_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of(tmp_path, "run")
+    with pytest.raises(UserError, match="has no logs — under torchrun"):
+        runs.print_logs(run, None)
+    for attempt in (2, 10):
+        folder = run / "logs" / f"attempt-{attempt}"
+        folder.mkdir(parents=True)
+        for rank in (0, 10, 9):
+            (folder / f"rank-{rank}.out").write_text(f"out {rank} of {attempt}\n")
+            (folder / f"rank-{rank}.log").write_text(f"API_KEY=hunter2hunter2 {rank}\n")
+            (folder / f"rank-{rank}.json").write_text("{}")
+    runs.print_logs(run, None)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "out" in line] == [f"rank {rank} | out {rank} of 10" for rank in (0, 9, 10)]
+    assert "hunter2" not in "".join(lines) and len(lines) == 6
+    runs.print_logs(run, 9)
+    assert capsys.readouterr().out.splitlines()[0] == "out 9 of 10"
+    with pytest.raises(UserError, match="no logs of rank 3"):
+        runs.print_logs(run, 3)
+    for command in (runs.stop, lambda folder: runs.follow(folder, lambda event: None)):
+        with pytest.raises(UserError, match="is no run folder"):
+            command(tmp_path)
+    with pytest.raises(UserError, match="is not under way"):
+        runs.stop(run)
+
+
+@pytest.mark.slow
+def test_a_run_is_followed_and_stopped_by_another_process(tmp_path: Path) -> None:
+    config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), run={"steps": 5000}, checkpoint={"every": None})
+    run = tmp_path / "run"
+    training = start_drumline("train", config)
+    following = None
+    try:
+        wait_for(run, "step", 3, training)
+        following = start_drumline("follow", run)
+        assert drumline("stop", run).code == 0
+        out, err = training.communicate(timeout=60)
+        assert training.returncode == 75 and "stopped and saved" in out + err, err
+        shown, more = following.communicate(timeout=30)
+        assert following.returncode == 75 and "plan: " in shown and "step 1/" in shown, more
+    finally:
+        for process in (training, following):
+            with contextlib.suppress(AttributeError, ProcessLookupError):
+                kill(process.pid) if process.poll() is None else None
+    assert events(run, "run_end")[-1]["status"] == "preempted"
+    assert "preempted" in drumline("ps", tmp_path).out
