@@ -81,9 +81,6 @@ def machine_count(sheet: Sheet) -> int:
     return max(1, whole(sheet.waiting["num_machines"])) if "num_machines" in sheet.waiting else 1
 
 
-# ---------------------------------------------------------------------------------------------------------------- FSDP
-
-
 def read_fsdp(sheet: Sheet, section: Old, olds: list[Old]) -> None:
     """Keys of fsdp_config, of accelerate or of Hugging Face's Trainer. Two of them set how far to shard: FSDP1's sharding_strategy, and
     reshard_after_forward, which has the same names in FSDP1."""
@@ -150,8 +147,6 @@ PARALLELISM: dict[str, Rule] = by_word(
         "sp_attn_implementation": gone("model.attention sets it"),
     }
 )
-
-# ----------------------------------------------------------------------------------------------------- DeepSpeed, Megatron
 
 
 def read_deepspeed(sheet: Sheet, section: Old, olds: list[Old]) -> None:
@@ -221,8 +216,6 @@ MEGATRON: dict[str, Rule] = by_word(
         "decoder_last_pipeline_num_layers attention_backend attention_softmax_in_fp32 use_rotary_position_embeddings": NOT_MEGATRON,
     }
 )
-
-# ------------------------------------------------------------------------------------------------------------ the whole file
 
 
 def _machine(sheet: Sheet, old: Old) -> None:

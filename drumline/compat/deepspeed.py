@@ -226,8 +226,6 @@ ENGINE_ONLY: dict[str, Rule] = by_word(
 )
 
 
-# ------------------------------------------------------------------------------------------- for all tools: precision and files
-
 PRECISIONS = {"no": "fp32", "none": "fp32", "fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "bf16": "bf16",
               "bfloat16": "bf16"}  # fmt: skip
 

@@ -30,9 +30,6 @@ def combine(sheet: Sheet) -> None:
         sheet.note(ratio, f"without effect: {steps.where} says {shown(steps.value)}")
 
 
-# ------------------------------------------------------------------------------------------------------ rate and schedule
-
-
 def _rate(sheet: Sheet) -> None:
     """use_linear_scaling: base_learning_rate × devices (Goyal et al. 2017), or × samples / base_batch_size where that is set. Guides with
     num_gpus mean × √devices."""
@@ -93,9 +90,6 @@ def _dtype(sheet: Sheet) -> None:
     else:
         sheet.note(old, f"master weights are fp32; they are computed with in {kind}")
         sheet.put("precision.kind", kind, old)
-
-
-# ------------------------------------------------------------------------------------------------------ intervals and data
 
 
 def step_count(old: Old) -> int:
@@ -171,8 +165,6 @@ def _hub(old: dict[str, Old], split: Old | None) -> dict[str, Any]:
         made["streaming"] = True
     return made
 
-
-# ------------------------------------------------------------------------------------------------------------- strategy
 
 STRATEGIES = {
     **dict.fromkeys(("ddp", "distributed_data_parallel", "data_parallel", "multi_gpu", "torch_ddp"), "ddp"),
@@ -292,9 +284,6 @@ def _ddp(sheet: Sheet) -> None:
 
 
 DDP = ("bucket_cap_mb", "find_unused_parameters", "broadcast_buffers", "static_graph", "gradient_as_bucket_view")
-
-
-# -------------------------------------------------------------------------------------------------------- the model's layers
 
 
 def _batch_norm(sheet: Sheet) -> None:

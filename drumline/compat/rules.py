@@ -12,8 +12,6 @@ from drumline.core.by_name import nearest
 Rule = Callable[[Sheet, Old], None]
 Convert = Callable[[Old], Any]
 
-# ------------------------------------------------------------------------------------------------------- what a value means
-
 
 def flag(old: Old) -> bool:
     """true or false, also as text: accelerate's own files have 'no' and "true"."""
@@ -62,9 +60,6 @@ def one_of(table: Mapping[str, Any], why_not: Mapping[str, str] | None = None) -
         raise refuse(old, f"no {shown(old.value)} here", f"did you mean {guess!r}? {there}" if guess else there)
 
     return convert
-
-
-# ------------------------------------------------------------------------------------------------------------- what a key does
 
 
 def to(dotted: str, convert: Convert = lambda old: old.value, skip: tuple[Any, ...] = AUTO) -> Rule:

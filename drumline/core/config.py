@@ -20,8 +20,6 @@ from drumline.core.registry import Named, find, make
 from drumline.core.section import KIND_ALONE, MOST_SAMPLES, MOST_SEED, MOST_STEPS, Count, PathText, Ranks, Rate, Section, Steps
 from drumline.core.strategy import Strategy, StrategySpec
 
-# -------------------------------------------------------------------------------------------------------------- adapter
-
 
 class NoAdapter(Section):
     kind: Literal["none"] = "none"
@@ -45,9 +43,6 @@ class LoRAConfig(Section):
 
 
 Adapter = Annotated[NoAdapter | LoRAConfig, Field(discriminator="kind"), KIND_ALONE]
-
-
-# ---------------------------------------------------------------------------------------------------- batch, optimizer, …
 
 
 class BatchConfig(Section):
@@ -142,9 +137,6 @@ class CompileConfig(Section):
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = Field(
         None, description="torch.compile's mode; null: its default."
     )
-
-
-# ------------------------------------------------------------------------------------------- checkpoints, watch, the run
 
 
 class CheckpointConfig(Section):

@@ -33,9 +33,6 @@ Axis = Literal["pp", "replicate", "shard", "cp", "tp", "gradients"]  # gradients
 Beside = Literal["forward", "backward", "last", "nothing"]
 
 
-# ------------------------------------------------------------------------------------------------------------------- terms
-
-
 @dataclass(frozen=True)
 class State:
     """Bytes of one rank: on its device, and what offloading keeps in host memory or on NVMe. On a CPU all is on the device."""
@@ -138,9 +135,6 @@ class Volume:
         for flow in self.flows:
             sums[flow.kind] += flow.bytes_  # type: ignore[assignment]
         return Traffic(**sums)
-
-
-# --------------------------------------------------------------------------------------------------------- copies of a model
 
 
 def kind_of(layout: Layout) -> Kind:

@@ -202,9 +202,6 @@ def _without_trust(value: Any, granted: tuple[Place, ...], place: Place = ()) ->
     return False if place[-1:] == ("trust_remote_code",) and not mine else value
 
 
-# ------------------------------------------------------------------------------------------------------------- overrides
-
-
 def lay_over(values: dict[str, Any], override: str) -> Place:
     """Set `a.b.0.c=value` in nested values, making sections on the way. Returns its place; raises ConfigError naming the override."""
     dotted, equals, text = override.partition("=")
@@ -254,9 +251,6 @@ def _index(inside: list[Any], key: str, override: str) -> int:
 
 def _override_error(override: str, what: str, fix: str) -> ConfigError:
     return ConfigError(what, where=f"override {override}", fix=fix)
-
-
-# --------------------------------------------------------------------------------------------------- printing, comparing
 
 
 def to_yaml(config: Config) -> str:

@@ -178,9 +178,6 @@ def _shown(value: Any) -> str:
     return short.repr(value)
 
 
-# --------------------------------------------------------------------------------------------- keys and kinds of a place
-
-
 def by_word(table: Mapping[str, Any]) -> dict[str, Any]:
     """A row for each word of a table whose keys are words with spaces between them: those of a key mean the same."""
     return {word: value for names, value in table.items() for word in names.split()}

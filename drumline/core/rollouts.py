@@ -16,8 +16,6 @@ from drumline.core.section import KIND_ALONE, MOST_SAMPLES, MOST_WEIGHT, Above0,
 if TYPE_CHECKING:
     from drumline.core.config import Config
 
-# -------------------------------------------------------------------------------------------------------------- rewards
-
 
 def _compiles(pattern: str | None) -> str | None:
     try:
@@ -89,9 +87,6 @@ Reward = Annotated[
     Field(discriminator="kind"),
     KIND_ALONE,
 ]
-
-
-# ------------------------------------------------------------------------------------------------------------- rollouts
 
 
 class _Generator(Section):

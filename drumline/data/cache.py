@@ -172,9 +172,6 @@ def temporary_folder(root: Path) -> Iterator[Path]:
         raise EnvironmentFault(f"the token cache cannot be written: {error.strerror or error}", where=str(root), fix=fix) from error
 
 
-# ------------------------------------------------------------------------------------------------------------ checksums
-
-
 def checksums(path: Path) -> list[str]:
     """sha256 of each block of a file, in hex. Raises OSError."""
     return [_digest(path, block) for block in range(-(-path.stat().st_size // BLOCK))]

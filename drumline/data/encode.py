@@ -67,9 +67,6 @@ class PromptRows:
         return Encoded([Example(kept, np.zeros(len(kept), np.uint8))], meta, truncated=size > self.room)
 
 
-# -------------------------------------------------------------------------------------------------------------- pairs
-
-
 class PairRows:
     """Encodes pairs as two segments, chosen first: the prompt and an answer, whose tokens are the targets.
 

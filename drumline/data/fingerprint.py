@@ -121,9 +121,6 @@ def template_path(config: Config, base_dir: Path) -> Path | None:
     return path
 
 
-# ---------------------------------------------------------------------------------------------- how two caches differ
-
-
 def identify(cache: TokenCache) -> DataIdentity:
     """The identity of a token cache."""
     # Rows that differ with equal tokens change nothing that is trained on.

@@ -90,9 +90,6 @@ def cut(full: Expanded, size: int, left: bool) -> Expanded:
     return Expanded(example, [full.images[i] for i in inside], [(full.spans[i][0] - start, full.spans[i][1] - start) for i in inside])
 
 
-# ------------------------------------------------------------------------------------------------- where images stand
-
-
 def place_images(row: Row) -> tuple[Row, list[str]]:
     """The row with its images as `{"type": "image"}` parts of contents, the form of chat templates, and their absolute paths in order.
 
@@ -141,9 +138,6 @@ def _path(named: Any, row: Row) -> str:
     return str((row.folder / named).absolute())
 
 
-# ------------------------------------------------------------------------------------------------------- metas of samples
-
-
 def join_metas(metas: Sequence[bytes], rows: Sequence[int], packs: Iterable[Sequence[int]]) -> list[bytes]:
     """The meta of each pack: the images of its rows in order. `packs` hold indices of `rows`, which are indices of `metas`."""
     joined = []
@@ -159,9 +153,6 @@ def count_images(metas: Sequence[bytes]) -> dict[str, int]:
     grids = [grid for meta in metas if meta and (grid := json.loads(meta).get("grid"))]
     patches = sum(t * h * w for grid in grids for t, h, w in grid)
     return {"images": sum(map(len, grids)), "patches": patches, "samples_with_images": len(grids)}
-
-
-# -------------------------------------------------------------------------------------------------------------- batches
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,6 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
-# ------------------------------------------------------------------------------------------------------------- encoders
-
-
 class LabelledTexts:
     """Encodes texts, with the tokenizer's special tokens around each (BERT's [CLS] and [SEP]), which truncation keeps."""
 
@@ -100,9 +97,6 @@ class LabelledImages:
 
 def _unlearned(tokens: list[int]) -> Example:
     return Example(np.asarray(tokens, np.int32), np.zeros(len(tokens), np.uint8))
-
-
-# -------------------------------------------------------------------------------------------------------------- batches
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,6 @@ def prompt_columns(prepared: Prepared) -> set[str]:
     return set.intersection(*(set(cache.meta(sample)) for cache in caches for sample in range(len(cache))))
 
 
-# ------------------------------------------------------------------------------------------------------------ one pass
-
-
 @dataclass
 class _Stage(Counted):
     """All usable rows in flat files, in source order."""
@@ -282,9 +279,6 @@ def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: I
         "efficiency": counts["tokens"] / (counts["samples"] * config.data.max_length) if config.packs else None,
     }
     commit(temporary, folder, info)
-
-
-# ------------------------------------------------------------------------------- which rows share a training sequence
 
 
 def pack(lengths: Sequence[int] | npt.NDArray[np.integer], capacity: int) -> list[list[int]]:

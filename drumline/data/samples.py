@@ -127,9 +127,6 @@ class SampleCollator:
         return SampleBatch(content, weight if real else 0.0)
 
 
-# ------------------------------------------------------------------------------------------ a loop of the user's own
-
-
 def global_batches(dataset: Any, batch: BatchPlan, data_rank: int, position: int, stop: int | None, seed: int | None) -> Iterator[Any]:
     """This rank's part of each global batch from `position` on: its micro-batches, each a list of what the dataset gives.
 

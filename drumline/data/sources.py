@@ -108,9 +108,6 @@ def _raw(source: Source, base_dir: Path, forms: Forms) -> Iterator[tuple[Path, R
                 yield base_dir, (f"{name} row {number}", dict(values))
 
 
-# ------------------------------------------------------------------------------------------------------------- columns
-
-
 def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: int, known: Forms) -> Row:
     """The row in its form, with its columns renamed and their types checked."""
     parts = {part for form in known for part in form}
@@ -206,9 +203,6 @@ def holds_images(row: Row) -> bool:
     return bool(row.values.get("images")) or any(is_image(part) for c in contents if isinstance(c, list) for part in c)
 
 
-# --------------------------------------------------------------------------------------------------------------- tools
-
-
 def read_tools(value: Any, name: str, origin: str, padded: bool) -> Tools | None:
     """The tools of a row: a list of JSON schemas, possibly as a JSON text; None if there are none. Raises DataError."""
     found = _read(value) if isinstance(value, str) and value.strip() else value
@@ -245,9 +239,6 @@ def _read(value: Any) -> Any:
     except (ValueError, RecursionError):
         return value
     return found if isinstance(found, dict | list) else value
-
-
-# ----------------------------------------------------------------------------------------------------- datasets
 
 
 def _load_saved(source: SavedSource, base_dir: Path) -> Any:

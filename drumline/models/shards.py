@@ -219,9 +219,6 @@ def _equal(one: Stored, other: Stored) -> bool:
         return all(torch.equal(left[i : i + step], right[i : i + step]) for i in range(0, rows, step))
 
 
-# ----------------------------------------------------------------------------------------------------------------- draw
-
-
 @dataclass(frozen=True)
 class Piece:
     """A module that is drawn at once, for a block with all its children. `init`: the initialisation of the model that it belongs to."""
