@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,9 @@ from drumline.errors import ConfigError
 ROWS = {"train": [{"kind": "file", "path": "rows.jsonl"}]}
 
 
-@dataclass(frozen=True)
-class Converted:
-    """The new YAML's text, and a line for each key that has no meaning any more."""
-
-    text: str
-    notes: list[str]
-
-
-def convert(old: Path, new: Path | None = None) -> Converted:
-    """The new YAML of `old`, for a config at `new` (None: beside it). Raises ConfigError, also where the result would not load."""
+def convert(old: Path, new: Path | None = None) -> tuple[str, list[str]]:
+    """The text of the new YAML of `old`, for a config at `new` (None: beside it), and a line for each key that has no meaning any more.
+    Raises ConfigError, also where the result would not load."""
     draft = drafted(read_text(old), str(old), old.parent, folder=new.parent if new else old.parent)
     if not draft.old:
         raise ConfigError("is no config of accelerate, DeepSpeed or transformers", where=str(old), fix="Drumline's own need no conversion")
@@ -34,10 +26,10 @@ def convert(old: Path, new: Path | None = None) -> Converted:
     sections = {name: _short(draft.values[name]) for name in Config.model_fields if name in draft.values and (given or name != "data")}
     text = f"# {old.name}, by `drumline convert`\n{write_yaml(sections) if sections else ''}"
     if given:
-        return Converted(text, draft.notes)
+        return text, draft.notes
     commented = "".join(f"# {line}\n" for line in write_yaml({"data": {**ROWS, **other}}).splitlines())
     note = f"{old}: says nothing of data: fill the `data` section in"
-    return Converted(f"{text}# What to train on; `drumline schema` has all kinds of sources.\n{commented}", [*draft.notes, note])
+    return f"{text}# What to train on; `drumline schema` has all kinds of sources.\n{commented}", [*draft.notes, note]
 
 
 def _short(section: Any) -> Any:

@@ -266,8 +266,8 @@ def found(base: Path, name: str) -> Path:
 
 def new_path(sheet: Sheet, path: Path) -> str:
     """A path as the new config writes it: relative to its folder, or absolute for what lies elsewhere."""
-    whole, folder = path.absolute(), sheet.folder.absolute()
-    return str(whole.relative_to(folder)) if whole.is_relative_to(folder) else str(whole)
+    whole, folder = path.absolute(), sheet.folder and sheet.folder.absolute()
+    return str(whole.relative_to(folder)) if folder and whole.is_relative_to(folder) else str(whole)
 
 
 def load_file(path: Path, old: Old) -> list[Old]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,11 @@ from drumline.core.yaml_lines import Place
 from drumline.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Overlay:
-    """Values, where each is set, and those (`weak`) that yield to the config silently."""
-
-    values: dict[str, Any]
-    set_at: dict[Place, str]
-    notes: list[str]
-    weak: frozenset[Place] = frozenset()
-
-
-def from_file(path: Path) -> Overlay:
+def from_file(path: Path) -> Sheet:
     """An accelerate config or a DeepSpeed JSON. Raises ConfigError for any other file."""
     olds = load_file(path, Old("accelerate_config", str(path), Source("command line"), ("--accelerate-config",)))
     kind = recognise({old.key: old.value for old in olds})
-    sheet = Sheet(path.parent, path.parent)
+    sheet = Sheet(path.parent, None)
     if kind == "accelerate":
         acc.accelerate_file(sheet, olds)
     elif kind == "deepspeed":
@@ -38,25 +28,23 @@ def from_file(path: Path) -> Overlay:
     else:
         fix = "an accelerate file has distributed_type, a DeepSpeed JSON zero_optimization"
         raise ConfigError("neither an accelerate config nor a DeepSpeed one", where=str(path), fix=fix)
-    return _made(sheet)
+    return sheet
 
 
 # `accelerate launch` exports the keys of its config file and its flags as variables: prefix, keys. Names by accelerate 1.15,
 # `utils/launch.py`. It exports most of them with their defaults, so a default has no meaning here.
 LAUNCHED = "ACCELERATE_MIXED_PRECISION"  # every way to launch sets it
-
-
 FSDP = "offload_params backward_prefetch forward_prefetch ignored_modules activation_checkpointing activation_checkpointing_offload"
 DEEPSPEED = "zero_stage offload_optimizer_device offload_param_device offload_optimizer_nvme_path offload_param_nvme_path"
 DEEPSPEED_TOP = "deepspeed_config_file deepspeed_moe_layer_cls_names gradient_accumulation_steps gradient_clipping"
 MEGATRON = "tp_degree pp_degree context_parallel_size num_micro_batches recompute_activations recompute_granularity"
 
 
-def from_environment(environ: Mapping[str, str]) -> Overlay | None:
+def from_environment(environ: Mapping[str, str]) -> Sheet | None:
     """The strategy of `accelerate launch`; None where it has not started this process. Raises ConfigError by the variable."""
     if LAUNCHED not in environ:
         return None
-    source, sheet = Source("accelerate launch"), Sheet(Path(), Path())
+    source, sheet = Source("accelerate launch"), Sheet(Path(), None)
 
     def given(prefix: str, keys: str) -> list[Old]:
         names = {key: f"{prefix}_{key.upper()}" for key in keys.split()}
@@ -78,8 +66,9 @@ def from_environment(environ: Mapping[str, str]) -> Overlay | None:
     acc.compile_blocks(sheet, {old.key: old for old in given("ACCELERATE_DYNAMO", "backend mode")})
     sheet.waiting |= {old.key: old for old in given("ACCELERATE", "mixed_precision")}
     low_precision(sheet)
-    default = environ[LAUNCHED] == "no"  # its default; a config's own precision is used instead
-    return _made(sheet, frozenset({("precision", "kind")}) if default else frozenset())
+    if environ[LAUNCHED] == "no":  # its default; a config's own precision is used instead
+        sheet.weak.add(("precision", "kind"))
+    return sheet
 
 
 def _sharding(environ: Mapping[str, str]) -> str:
@@ -89,13 +78,7 @@ def _sharding(environ: Mapping[str, str]) -> str:
     return "reshard_after_forward" if environ.get("FSDP_VERSION") == "2" or names else "sharding_strategy"
 
 
-def _made(sheet: Sheet, weak: frozenset[Place] = frozenset()) -> Overlay:
-    if (own := sheet.get("strategy.config")) is not None:
-        sheet.values["strategy"]["config"] = str((sheet.folder / own).absolute())  # the config lies elsewhere
-    return Overlay(sheet.values, sheet.set_at, sheet.notes, weak)
-
-
-def lay(values: dict[str, Any], overlay: Overlay, where: Callable[[Place], str]) -> dict[Place, str]:
+def lay(values: dict[str, Any], overlay: Sheet, where: Callable[[Place], str]) -> dict[Place, str]:
     """Set what the config leaves open. Returns the origin of each value that it sets. Raises ConfigError where both set a key differently.
     Options of the same strategy are no contradiction: the config's stay, since launchers pass on their defaults as if the user had set
     them."""
@@ -107,9 +90,9 @@ def lay(values: dict[str, Any], overlay: Overlay, where: Callable[[Place], str])
     placed: dict[Place, str] = {}
 
     def origin_of(place: Place) -> str:
-        while place not in overlay.set_at:
+        while place not in overlay.origins:
             place = place[:-1]
-        return overlay.set_at[place]
+        return overlay.origins[place].where
 
     def visit(inside: dict[str, Any], theirs: dict[str, Any], place: Place) -> None:
         for key, value in theirs.items():

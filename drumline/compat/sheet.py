@@ -51,14 +51,16 @@ class Old:
 @dataclass
 class Sheet:
     """The new config while rules write it. `origins`: the old key of each new value; `waiting`: old keys that wait until a group combines
-    them; `base`: the folder of the old file; `folder`: of the new config, which its paths are relative to."""
+    them; `base`: the folder of the old file; `folder`: of the new config, which its paths are relative to; None: they are absolute. `weak`:
+    values that yield to those of a config silently."""
 
     base: Path
-    folder: Path
+    folder: Path | None
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[Place, Old] = field(default_factory=dict)
     waiting: dict[str, Old] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    weak: set[Place] = field(default_factory=set)
     resume: str | None = None  # the checkpoint that the old file resumes from
 
     def put(self, dotted: str, value: Any, old: Old) -> None:

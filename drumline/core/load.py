@@ -23,7 +23,7 @@ from drumline.foreign import MIB, first_line
 from drumline.foreign import read_text as plain_text
 
 if TYPE_CHECKING:
-    from drumline.compat.overlay import Overlay
+    from drumline.compat.sheet import Sheet
     from drumline.hardware.detect import Machine
 
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -57,7 +57,7 @@ class Request:
     machine: Machine | None = None
 
 
-def load(path: Path, overrides: list[str], over: Overlay | None = None, trusted: bool = True) -> Loaded:
+def load(path: Path, overrides: list[str], over: Sheet | None = None, trusted: bool = True) -> Loaded:
     """Read a YAML file, also another tool's (see `compat`), lay a launcher's strategy over it, and then dotted overrides. Not `trusted`:
     the file may be a stranger's run, so that an override alone can allow a model's own code (trust_remote_code).
 
@@ -66,7 +66,7 @@ def load(path: Path, overrides: list[str], over: Overlay | None = None, trusted:
     return _loaded(drafted(read_text(path), str(path), path.parent, over), path, overrides, trusted, over is not None)
 
 
-def load_values(values: Mapping[str, Any], overrides: list[str], over: Overlay | None = None, trusted: bool = True) -> Loaded:
+def load_values(values: Mapping[str, Any], overrides: list[str], over: Sheet | None = None, trusted: bool = True) -> Loaded:
     """The same for a dictionary in place of a file: paths in it are relative to the current folder. Raises ConfigError."""
     try:
         text = json.dumps(values, default=os.fspath)
@@ -146,7 +146,7 @@ class Draft:
         return f"{self.name}: {dotted}" if dotted else self.name
 
 
-def drafted(text: str, name: str, base: Path, over: Overlay | None = None, folder: Path | None = None) -> Draft:
+def drafted(text: str, name: str, base: Path, over: Sheet | None = None, folder: Path | None = None) -> Draft:
     """The values of a config of whatever kind. `base`: the folder that it lies in; `folder`: the one that a new config is written to."""
     from drumline.compat import translate
     from drumline.compat.overlay import lay

@@ -139,14 +139,14 @@ def launch_ranks(request: Request, display: bool) -> tuple[Path, int]:
 
 def convert(old: Path, output: Path | None) -> None:
     """`drumline convert`: the new YAML on stdout or into a file, notes on stderr."""
-    made = to_drumline(old, output)
-    notes(made.notes)
+    text, messages = to_drumline(old, output)
+    notes(messages)
     if output is None:
-        print(made.text, end="")
+        print(text, end="")
         return
     try:
         with output.open("x", encoding="utf-8") as file:
-            file.write(made.text)
+            file.write(text)
     except FileExistsError:
         raise UserError("is there already", where=str(output), fix="choose another name, or remove it") from None
     except OSError as error:

@@ -32,9 +32,9 @@ def test_every_example_is_here() -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_converted_it_is_the_same_config(path: Path, tmp_path: Path) -> None:
     new = tmp_path / "new.yaml"
-    made = convert(path, new)
-    assert made.notes or path.suffix == ".json"
-    new.write_text(made.text)
+    text, messages = convert(path, new)
+    assert messages or path.suffix == ".json"
+    new.write_text(text)
     data = [ROWS] if path in OVER else []
     mine, theirs = load(new, data), load(path, data)
     assert mine.config.model_copy(update={"data": None}) == theirs.config.model_copy(update={"data": None})

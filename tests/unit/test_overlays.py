@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from drumline.compat.convert import convert
-from drumline.compat.overlay import Overlay, from_environment, from_file
+from drumline.compat.overlay import from_environment, from_file
+from drumline.compat.sheet import Sheet
 from drumline.core.load import drafted, load
 from drumline.errors import ConfigError
 from tests.unit.test_compat import ACC, DATA, OWN, notes
@@ -19,20 +20,20 @@ def test_convert_prints_what_loads(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("{}\n")
     old = tmp_path / "old.yaml"
     old.write_text(DATA + "learning_rate: 1e-4\nbf16: true\ndistributed_strategy: fsdp\n")
-    made = convert(old)
+    made, _ = convert(old)
     new = tmp_path / "new.yaml"
-    new.write_text(made.text)
+    new.write_text(made)
     assert load(new, []).config == load(old, []).config
-    assert "strategy: fsdp2\n" in made.text and "precision: bf16\n" in made.text
-    elsewhere = convert(old, tmp_path / "sub" / "new.yaml")
-    assert str(tmp_path / "x.jsonl") in elsewhere.text, "a path that still finds the rows"
+    assert "strategy: fsdp2\n" in made and "precision: bf16\n" in made
+    elsewhere, _ = convert(old, tmp_path / "sub" / "new.yaml")
+    assert str(tmp_path / "x.jsonl") in elsewhere, "a path that still finds the rows"
 
 
 def test_convert_leaves_a_place_for_data(tmp_path: Path) -> None:
     old = tmp_path / "acc.yaml"
     old.write_text(ACC + "distributed_type: MULTI_GPU\n")
-    made = convert(old)
-    assert "# data:" in made.text and any("data" in note for note in made.notes)
+    made, messages = convert(old)
+    assert "# data:" in made and any("data" in note for note in messages)
     with pytest.raises(ConfigError, match="no config of accelerate"):
         (tmp_path / "own.yaml").write_text(OWN)
         convert(tmp_path / "own.yaml")
@@ -52,7 +53,7 @@ def test_a_tabbed_json_and_its_own_file(tmp_path: Path) -> None:
         load(old, [])
 
 
-def laid(text: str, over: Overlay | None, tmp_path: Path) -> Any:
+def laid(text: str, over: Sheet | None, tmp_path: Path) -> Any:
     (tmp_path / "c.yaml").write_text(text)
     return load(tmp_path / "c.yaml", [], over).config
 
