@@ -231,8 +231,7 @@ PRECISIONS = {"no": "fp32", "none": "fp32", "fp32": "fp32", "float32": "fp32", "
 
 
 def low_precision(sheet: Sheet) -> None:
-    """Set the precision of bf16, fp16 and mixed_precision, which may be set together. Raises ConfigError with both places where two
-    are on."""
+    """The precision by bf16, fp16 and mixed_precision together. Raises ConfigError with both places where two are on."""
     kinds = [(name if flag(old) else "fp32", old) for name, old in pop(sheet, "bf16", "fp16").items()]
     if (old := sheet.waiting.pop("mixed_precision", None)) is not None:
         kinds.append((one_of(PRECISIONS, {"fp8": "there is no FP8 here: use bf16"})(old), old))

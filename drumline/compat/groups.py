@@ -31,8 +31,7 @@ def combine(sheet: Sheet) -> None:
 
 
 def _rate(sheet: Sheet) -> None:
-    """use_linear_scaling: base_learning_rate × devices (Goyal et al. 2017), or × samples / base_batch_size where that is set. Guides with
-    num_gpus mean × √devices."""
+    """use_linear_scaling: base_learning_rate × devices, or × samples / base_batch_size (Goyal et al. 2017). With num_gpus: × √devices."""
     old = pop(sheet, "learning_rate", "base_learning_rate", "use_linear_scaling")
     plain, base = old.get("learning_rate"), old.get("base_learning_rate")
     scaled = "use_linear_scaling" in old and flag(old["use_linear_scaling"])

@@ -112,8 +112,7 @@ def only(*neutral: Any, why: str, fix: str) -> Rule:
 
 
 def read(table: Mapping[str, Rule], sheet: Sheet, olds: list[Old], what: str, prefix: str = "") -> None:
-    """Apply the table's rule to each old key, with or without `prefix`. Raises ConfigError for a key that is not in it, with the nearest
-    one that is."""
+    """Apply the table's rule to each old key, with or without `prefix`. Raises ConfigError for one that it lacks, with the nearest."""
     for old in olds:
         key = old.key.removeprefix(prefix)
         rule = table.get(key)

@@ -115,8 +115,7 @@ def _quotient(total: int, by: int, what: str, where: str, fix: str) -> int:
 
 
 def steps_of_rollouts(config: Config, algorithm: RolloutSpec, batch: BatchPlan, data: DataPlan | None, why: list[str]) -> int | None:
-    """Optimizer steps of the whole run; None where that hangs on data which is not prepared. Raises PlanError where groups or rollouts do
-    not come out whole."""
+    """Optimizer steps of the run; None while the data is not prepared. Raises PlanError where groups or rollouts do not come out whole."""
     episodes, group = algorithm.minibatches * batch.global_samples, algorithm.group_size
     what = f"a rollout of {algorithm.minibatches} minibatches × {batch.global_samples} episodes does not divide into groups of {group}"
     fix = "choose batch.global_samples × algorithm.minibatches as {}"

@@ -85,8 +85,7 @@ class Host(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """Bytes of a step that go to the device and to the host; `stored`: read from a disk, and as many written. `hidden`: copies run
-    beside computing."""
+    """Bytes of a step to the device and to the host; `stored`: read from a disk, and as many written. `hidden`: beside computing."""
 
     up: float
     down: float

@@ -54,8 +54,7 @@ class SourceSpec(Spec):
         return self.kind
 
     def rows(self, base_dir: Path) -> Iterator[Any]:
-        """Rows as dictionaries of columns, the same at each call and in the same order. Paths are relative to `base_dir`, the YAML's
-        folder. May raise DataError."""
+        """Rows as dictionaries of columns, always in one order. Paths are relative to the YAML's folder, `base_dir`. Raises DataError."""
         raise NotImplementedError
 
     def content(self, base_dir: Path) -> str:

@@ -42,8 +42,7 @@ class Memory(Frozen):
 
 
 class HostMemory(Frozen):
-    """Bytes of one host, all its ranks together, at their largest: while weights are loaded, while it trains, while it saves, and while
-    rank 0 exports the model at the end."""
+    """Bytes of all ranks of a host: while weights are loaded, while it trains, while it saves, and while rank 0 exports the model."""
 
     load: int
     train: int

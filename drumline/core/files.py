@@ -74,8 +74,7 @@ def create_whole(path: Path, data: bytes) -> bool:
 
 @contextmanager
 def temporary_folder(root: Path) -> Iterator[Path]:
-    """A new folder under `root`, gone afterwards unless it was renamed. Those that a killed process of this host left go with the next one,
-    others after a day."""
+    """A new folder under `root`, gone afterwards unless renamed. Those of this host's killed processes go too, others after a day."""
     root.mkdir(parents=True, exist_ok=True)
     for old in root.glob(f"{UNFINISHED}*"):
         if match := OURS.fullmatch(old.name):

@@ -1,5 +1,4 @@
-"""Which strategy supports which option, as one table. The rules that a run checks fill each cell, so the two cannot differ. As text for a
-terminal, and as Markdown for the docs."""
+"""Which strategy supports which option, as text and as Markdown. The rules that a run checks fill each cell, so the two cannot differ."""
 
 from __future__ import annotations
 

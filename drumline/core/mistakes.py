@@ -1,5 +1,4 @@
-"""What pydantic found wrong → one line that names the place, what was given, what is wanted, and the way out. Also: which keys and kinds
-there are at a place of the config."""
+"""What pydantic found wrong → one line: the place, what was given and wanted, the way out. Also: which keys and kinds a place has."""
 
 from __future__ import annotations
 

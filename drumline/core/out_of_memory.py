@@ -94,7 +94,6 @@ def correction(out: Exhausted, planned: Memory) -> float:
 
 
 def limit(out: Exhausted, planned: Memory, assumed: int) -> int:
-    """The device memory (bytes) that plans must fit into from now on; `assumed`: what it was so far. It is divided by `correction`, so that
-    predictions, which are too low, can be compared with it."""
+    """Bytes of a device that plans must fit into from now on: `assumed` so far, over `correction`, since predictions are too low by it."""
     there = assumed if out.room is None else min(assumed, out.room + planned.overhead)
     return math.floor(there / correction(out, planned))

@@ -116,8 +116,7 @@ class Layout(Frozen):
 
     @property
     def tokens_per_row(self) -> float:
-        """Real tokens of a row, mean over the data; all that fit where it is not known. A prompt is taken to be answered at full length,
-        an image counts as one."""
+        """Real tokens of a row, mean over the data, else all that fit. A prompt has an answer of full length, an image counts as one."""
         config, data = self.config, self.data
         if config.images_alone:
             return 1.0

@@ -45,8 +45,7 @@ class Refusal:
 
 
 def no_option(options: str, reason: str, instead: str) -> tuple[Refusal, ...]:
-    """Options that a strategy has no key for, because the two cannot go together. offload_cpu and offload_nvme stand for its own way of
-    saying it."""
+    """Options that cannot go with a strategy, so it has no key for them. offload_cpu and offload_nvme stand for `offload` by its value."""
     return tuple(Refusal(option, reason, instead, f"strategy.{option}") for option in options.split())
 
 

@@ -239,8 +239,7 @@ class StrategySpec(Spec):
         return native_state(layout, facts, mine)
 
     def buffers(self, layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None) -> Buffers:
-        """What it holds besides `state` and activations. `kept`: a trace knows the copies that autocast makes, which depend on the model's
-        own code."""
+        """What it holds besides `state` and activations. `kept`: a trace knows autocast's copies, which depend on the model's own code."""
         return copies_buffers(layout, facts, mine, state, kept)
 
     def host(self, layout: Layout, facts: ModelFacts, between: int) -> Host:

@@ -130,8 +130,7 @@ def _kinds(facts: ModelFacts, mine: Part) -> dict[int, int]:
 
 @lru_cache(maxsize=4096)
 def weights_of(facts: ModelFacts, staged: bool = False) -> tuple[tuple[Weight, int], ...]:
-    """The weights of a model, and the number of equal ones of each; `staged`: tied ones are on both ends of a pipeline. Where only their
-    number is known, one of that size."""
+    """A model's weights with the number of equal ones (one of that size where only that is known); `staged`: tied ones lie on both ends."""
     some = [(weight, number) for block, number in facts.kinds_of_blocks for weight in block]
     some += [(weight, 2 if staged and weight.place == "both" else 1) for weight in facts.end_weights]
     return tuple(some) or ((Weight("trainable", (facts.trainable,)), 1), (Weight("frozen", (facts.frozen,), trainable=False), 1))

@@ -77,6 +77,11 @@ class TokenBatch(Batch):
     def weigh(cache: TokenCache, samples: npt.NDArray[np.int64]) -> float:
         return float(cache.learned[samples].sum())
 
+    @property
+    def last_B(self) -> torch.Tensor:  # noqa: N802 - as the fields of batches are called
+        """int64: place of each row's last token."""
+        return self.lengths_B - 1
+
     def token_weights(self) -> torch.Tensor:
         """[B, T]: the weight of each token in the loss."""
         return self.targets_BT != IGNORE
@@ -131,11 +136,6 @@ class PairBatch(TokenBatch):
     reference_B: torch.Tensor | None = None
 
     weigh = staticmethod(Batch.weigh)
-
-    @property
-    def last_B(self) -> torch.Tensor:  # noqa: N802 - as the field of other batches is called
-        """int64: place of each row's last token."""
-        return self.lengths_B - 1
 
     def token_weights(self) -> torch.Tensor:
         """[B, T]: they add up to a half for each answer, and to 1 for a pair."""

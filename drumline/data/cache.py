@@ -109,8 +109,7 @@ def write_layout(
     learned_of_segment: npt.NDArray[np.int64],
     metas: Sequence[bytes] = (),
 ) -> dict[str, int]:
-    """Counts for info.json; writes the index files beside tokens.bin and learn.bin. Samples without a target are left out, unless they
-    have a meta (`metas`: one for each sample, or none at all)."""
+    """Counts for info.json; writes the index files. Samples with neither a target nor a meta are left out (`metas`: of all, or none)."""
     lengths = np.add.reduceat(segments[:, 1] - segments[:, 0], samples[:-1])
     learned = np.add.reduceat(learned_of_segment, samples[:-1])
     keep = learned > 0

@@ -43,8 +43,7 @@ class Episodes:
 
     @classmethod
     def start(cls, prompts: Sequence[Tokens], completions: Sequence[Tokens], ended: Sequence[bool] | None = None) -> Episodes:
-        """Episodes with tokens alone; all numbers are 0. `ended`: see `ended_N`; None: all ended. A prompt has at least one token, a
-        completion may have none."""
+        """Episodes with tokens alone; numbers are 0. `ended` None: all. A prompt has at least one token, a completion may have none."""
         assert len(prompts) == len(completions) and all(len(prompt) for prompt in prompts)
         lengths_N = torch.tensor([len(tokens) for tokens in completions])
         mask_NM = torch.arange(max(1, int(lengths_N.max()))) < lengths_N[:, None]
@@ -123,12 +122,4 @@ def learned_episodes(rows: int, length: int) -> EpisodeBatch:
 
 
 # Field of a batch → field of the episodes.
-_NUMBERS = {
-    "old_log_probs_BT": "log_probs_NM",
-    "sampler_log_probs_BT": "sampler_log_probs_NM",
-    "reference_log_probs_BT": "reference_log_probs_NM",
-    "old_values_BT": "values_NM",
-    "advantages_BT": "advantages_NM",
-    "returns_BT": "returns_NM",
-    "weights_BT": "weights_NM",
-}
+_NUMBERS = {name: name.removeprefix("old_").replace("_BT", "_NM") for name in EpisodeBatch.__annotations__}

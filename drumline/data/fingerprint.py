@@ -71,11 +71,8 @@ def _source(source: Source, base_dir: Path) -> dict[str, Any]:
     if isinstance(source, FileSource):
         return {**settings, "content": [(path.suffix, hash_file(path)) for path in find(source.path, base_dir)]}
     if isinstance(source, HubSource):
-        import datasets
-
         # The folder that `datasets` caches the dataset under: it tells apart revisions and data files.
-        builder = call_hub(source, datasets.load_dataset_builder)
-        return {**settings, "content": Path(builder.cache_dir).parts[-3:]}
+        return {**settings, "content": Path(call_hub(source, "load_dataset_builder").cache_dir).parts[-3:]}
     if isinstance(source, TasksSource):
         try:
             return {**settings, "content": metadata.version("reasoning-gym")}

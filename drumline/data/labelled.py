@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from drumline.core.data import DataConfig
 from drumline.core.plan import Plan
-from drumline.data.batches import FILLER_WIDTH, IGNORE, Batch
-from drumline.data.cache import TokenCache
+from drumline.data.batches import IGNORE, Batch, TokenBatch, collate, learned_segment
+from drumline.data.cache import Segment, TokenCache
 from drumline.data.sources import Row
 from drumline.data.templates import Encoded, Example, truncate
 from drumline.errors import DataError
@@ -100,25 +99,23 @@ def _unlearned(tokens: list[int]) -> Example:
 
 
 @dataclass(frozen=True)
-class LabelledBatch(Batch):
-    """Texts, padded on the right. `labels_B` int64, IGNORE for a filler; `last_B` int64: place of each row's last token.
+class LabelledBatch(TokenBatch):
+    """A TokenBatch of texts, without targets. `labels_B` int64, IGNORE for a filler, which counts as one token.
 
     `attention_mask_BT` int64 is for bidirectional models; it has a filler's first token, since attention to no token is NaN. Other models
     get positions instead. `position_ids_BT` count from the model's first position on, padding included. `weight`: rows with a class.
     """
 
-    input_ids_BT: torch.Tensor
-    position_ids_BT: torch.Tensor
-    attention_mask_BT: torch.Tensor | None
-    last_B: torch.Tensor
     labels_B: torch.Tensor
-    weight: int
+    attention_mask_BT: torch.Tensor | None
+
+    weigh = staticmethod(Batch.weigh)
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """The arguments of a model. A bidirectional one counts positions by itself (RoBERTa does not start at 0)."""
-        if self.attention_mask_BT is not None:
-            return {"input_ids": self.input_ids_BT, "attention_mask": self.attention_mask_BT}
-        return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
+        if self.attention_mask_BT is None:
+            return super().inputs()
+        return {"input_ids": self.input_ids_BT, "attention_mask": self.attention_mask_BT}
 
 
 @dataclass(frozen=True)
@@ -135,8 +132,8 @@ class ImageBatch(Batch):
 
 def collate_texts(plan: Plan, cache: TokenCache, ids: Sequence[int], pad_id: int, width: int | None) -> LabelledBatch:
     """The texts of sample ids (-1: a filler), padded to `width` tokens; None: to the longest text."""
-    rows = [cache.segments(sample)[0][0] if sample >= 0 else np.full(1, pad_id) for sample in ids]
-    return _texts(plan, rows, _labels(cache, ids, plan.labels), pad_id, width or max(FILLER_WIDTH, *map(len, rows)))
+    rows = [cache.segments(sample) if sample >= 0 else None for sample in ids]
+    return _texts(plan, rows, _labels(cache, ids, plan.labels), pad_id, width)
 
 
 def collate_images(cache: TokenCache, ids: Sequence[int], labels: tuple[str, ...], processor: Any, side: int, channels: int) -> ImageBatch:
@@ -154,24 +151,18 @@ def _labels(cache: TokenCache, ids: Sequence[int], labels: tuple[str, ...]) -> l
     return [labels.index(cache.meta(sample)["label"]) if sample >= 0 else IGNORE for sample in ids]
 
 
-def _texts(plan: Plan, rows: Sequence[npt.NDArray[Any]], labels: list[int], pad_id: int, width: int) -> LabelledBatch:
-    tokens = np.full((len(rows), width), pad_id, np.int64)
-    for place, row in zip(tokens, rows, strict=True):
-        place[: len(row)] = row
-    lengths_B, places_T = torch.tensor([len(row) for row in rows]), torch.arange(width)
-    return LabelledBatch(
-        torch.from_numpy(tokens),
-        (places_T + plan.first_position).repeat(len(rows), 1),
-        (places_T < lengths_B[:, None]).long() if plan.bidirectional else None,
-        lengths_B - 1,
-        torch.tensor(labels),
-        sum(label != IGNORE for label in labels),
-    )
+def _texts(plan: Plan, rows: Sequence[Sequence[Segment] | None], labels: list[int], pad_id: int, width: int | None) -> LabelledBatch:
+    fields: dict[str, Any] = vars(collate(rows, pad_id, width))
+    lengths_B, places_BT = fields["lengths_B"].clamp(min=1), fields["position_ids_BT"]
+    mask_BT = (places_BT < lengths_B[:, None]).long() if plan.bidirectional else None
+    fields |= {"lengths_B": lengths_B, "position_ids_BT": places_BT + plan.first_position}
+    fields["weight"] = sum(label != IGNORE for label in labels)
+    return LabelledBatch(**fields, labels_B=torch.tensor(labels), attention_mask_BT=mask_BT)
 
 
 def labelled_texts(plan: Plan, rows: int, length: int) -> LabelledBatch:
     """Texts of `length` tokens, all of the first class."""
-    return _texts(plan, [np.zeros(length)] * rows, [0] * rows, 0, length)
+    return _texts(plan, [[learned_segment(length)]] * rows, [0] * rows, 0, length)
 
 
 def labelled_images(rows: int, side: int, channels: int) -> ImageBatch:

@@ -89,23 +89,24 @@ def _raw(source: Source, base_dir: Path, forms: Forms) -> Iterator[tuple[Path, R
         for path in find(source.path, base_dir):
             name = str(path.relative_to(base_dir)) if path.is_relative_to(base_dir) else str(path)
             yield from ((path.parent, raw) for raw in read_file(path, name))
-    elif isinstance(source, TasksSource):
-        yield from ((base_dir, raw) for raw in read_tasks(source, forms))
-    elif isinstance(source, DigitsSource):
-        yield from ((base_dir, raw) for raw in read_digits(source))
-    elif isinstance(source, HubSource | SavedSource):
-        name = describe(source)
-        rows = load_hub(source) if isinstance(source, HubSource) else _load_saved(source, base_dir)
-        for number, values in enumerate(rows, 1):
-            yield base_dir, (f"{name} row {number}", TableRow(values))
+    elif isinstance(source, TasksSource | DigitsSource):
+        yield from ((base_dir, raw) for raw in (read_tasks(source, forms) if isinstance(source, TasksSource) else read_digits(source)))
     else:
-        name = describe(source)
-        with judged("its rows cannot be read", name, DataError):
-            for number, values in enumerate(source.rows(base_dir), 1):
+        name, of_hub = describe(source), isinstance(source, HubSource)
+        table = TableRow if of_hub or isinstance(source, SavedSource) else dict
+        with judged("the hub dataset broke off" if of_hub else "its rows cannot be read", name, DataError):
+            for number, values in enumerate(_rows(source, base_dir), 1):
                 if not isinstance(values, Mapping):
                     fix = "give dictionaries: column → value"
                     raise DataError(f"row {number} is {type(values).__name__}, not columns", where=name, fix=fix)
-                yield base_dir, (f"{name} row {number}", dict(values))
+                yield base_dir, (f"{name} row {number}", table(values))
+
+
+def _rows(source: Source, base_dir: Path) -> Any:
+    """Columns of a hub dataset (a stream reads and parses remote files as it goes), of a saved one, or by the user's own function."""
+    if isinstance(source, HubSource):
+        return call_hub(source, "load_dataset", split=source.split, streaming=source.streaming)
+    return _load_saved(source, base_dir) if isinstance(source, SavedSource) else source.rows(base_dir)
 
 
 def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: int, known: Forms) -> Row:
@@ -178,8 +179,7 @@ def _check_message(message: Any, label: str, origin: str, number: int) -> None:
 
 
 def _without_absent(message: dict[str, Any], padded: bool) -> dict[str, Any]:
-    """The message without the keys that a table pads it with, which templates must not see. A content in parts of text alone becomes one
-    text."""
+    """The message without the null keys that a table pads it with. A content in parts of text alone becomes one text."""
     message = {key: item for key, item in message.items() if item is not None}
     if "tool_calls" in message:
         # Chat templates write arguments as JSON; OpenAI's format has them as text.
@@ -259,23 +259,23 @@ def _load_saved(source: SavedSource, base_dir: Path) -> Any:
     return loaded[split]
 
 
-def load_hub(source: HubSource) -> Iterator[dict[str, Any]]:
-    """Rows of a hub dataset; offline, from the cache of `datasets`."""
+def call_hub(source: HubSource, function: str, **arguments: Any) -> Any:
+    """The result of load_dataset or load_dataset_builder for the source; offline, from their cache. Any failure becomes one DataError.
+
+    Where the hub's name does not resolve, both libraries are set offline: they would retry for 23 s.
+    """
     import datasets
-
-    rows = call_hub(source, datasets.load_dataset, split=source.split, streaming=source.streaming)
-    with judged("the hub dataset broke off", describe(source), DataError):  # a stream reads and parses remote files as it goes
-        yield from rows
-
-
-def call_hub(source: HubSource, function: Any, **arguments: Any) -> Any:
-    """The result of `function` (load_dataset or load_dataset_builder) for the source. Any failure of it becomes one DataError."""
-    import datasets
+    import huggingface_hub.constants as hub
 
     where = describe(source)
-    offline = _go_offline_when_cut_off()
+    if not (hub.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE or urllib.request.getproxies()):  # a proxy resolves names for us
+        try:
+            socket.getaddrinfo(urlparse(hub.ENDPOINT).hostname, 443)
+        except OSError:
+            hub.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    offline = hub.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE
     try:
-        return function(source.id, name=source.name, revision=source.revision, **arguments)
+        return getattr(datasets, function)(source.id, name=source.name, revision=source.revision, **arguments)
     except datasets.exceptions.DatasetNotFoundError as error:
         fix = "check the id; for a private or gated dataset accept its terms and run `hf auth login`"
         raise DataError(f"the hub dataset cannot be had: {first_line(error)}", where=where, fix=fix) from error
@@ -285,16 +285,3 @@ def call_hub(source: HubSource, function: Any, **arguments: Any) -> Any:
         raise DataError(f"the hub dataset cannot be reached: {state}", where=where, fix=fix) from error
     except Exception as error:  # data files of strangers fail in any way (their parsers, their columns, their splits)
         raise DataError(f"the hub dataset cannot be loaded: {first_line(error)}", where=where) from error
-
-
-def _go_offline_when_cut_off() -> bool:
-    """Whether the hub cannot be reached. If its name does not resolve, sets both libraries offline: they would retry for 23 s."""
-    import datasets
-    import huggingface_hub.constants as hub
-
-    if not (hub.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE or urllib.request.getproxies()):  # a proxy resolves names for us
-        try:
-            socket.getaddrinfo(urlparse(hub.ENDPOINT).hostname, 443)
-        except OSError:
-            hub.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    return bool(hub.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE)

@@ -32,8 +32,7 @@ WHERE = "adapter.targets"
 
 
 def require_trainable(adapter: LoRAConfig, model: ModelConfig) -> None:
-    """Raises EnvironmentFault for a missing package (nothing is imported), ModelError for packed weights of a model that has none to
-    load."""
+    """Raises EnvironmentFault for a missing package, without importing it; ModelError for packed weights where none are loaded."""
     if adapter.quantize != "none" and model.id is None:
         raise ModelError("only weights that are loaded can be packed", where="adapter.quantize", fix="set model.id, or quantize=none")
     for package in ["peft", *(["bitsandbytes"] if adapter.quantize != "none" else [])]:
@@ -209,8 +208,7 @@ def _ends(name: str, ending: str) -> bool:
 
 
 def _short(model: nn.Module, names: list[str]) -> list[str]:
-    """The last parts of the names if those mean the same layers (as users write them, and as other readers of the saved config expect),
-    else the full names."""
+    """The last parts of the names if they mean the same layers, as users write them and other readers expect them; else the full names."""
     own = sorted({name.rpartition(".")[2] for name in names})
     meant = {name for name, _ in model.named_modules() if any(_ends(name, ending) for ending in own)}
     return own if meant == set(names) else names

@@ -48,8 +48,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def block_list(model: Any) -> tuple[str, nn.ModuleList] | None:
-    """Name and list of a model's blocks: the only ModuleList with nothing but modules of the classes in `_no_split_modules`. None if there
-    is no such list, or more than one."""
+    """Name and list of a model's blocks: the only ModuleList of nothing but `_no_split_modules`; None where it is not just one."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [
         (name, module)
@@ -60,8 +59,7 @@ def block_list(model: Any) -> tuple[str, nn.ModuleList] | None:
 
 
 def uncut(model: Any) -> str:
-    """Why its blocks cannot be the stages of a pipeline, from its modules alone; empty where they may be. Two stages would train two
-    copies of the weights that two blocks share."""
+    """Why its blocks cannot be stages; empty where they may be. Two stages would train two copies of a weight that blocks share."""
     found = block_list(model)
     if found is None:
         return f"{type(model).__name__} has no single list of blocks to cut into stages"

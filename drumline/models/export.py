@@ -96,7 +96,8 @@ def export(
             model.save_pretrained(temporary)
         if value:
             save_file(value, temporary / VALUE_FILE)
-        _save_origin(temporary, run_dir, checkpoint, step, dtype)
+        origin = {"drumline": __version__, "run": str(run_dir), "checkpoint": checkpoint.name, "step": step, "dtype": dtype}
+        (temporary / PROVENANCE).write_text(json.dumps(origin, indent=2) + "\n")
         progress("export", 2, 4)
         expected = _logits(model.float(), plan)
         del model, trainable  # so that the host has only one of the two models in memory
@@ -108,11 +109,6 @@ def export(
         take_name(temporary, to, temporary.with_name(f"{temporary.name}-old"))
     progress("export", 4, 4)
     return ExportResult(to, step, time.time() - began, difference)
-
-
-def _save_origin(folder: Path, run_dir: Path, checkpoint: Path, step: int, dtype: str) -> None:
-    origin = {"drumline": __version__, "run": str(run_dir), "checkpoint": checkpoint.name, "step": step, "dtype": dtype}
-    (folder / PROVENANCE).write_text(json.dumps(origin, indent=2) + "\n")
 
 
 def read_run(run_dir: Path, trust: bool = False) -> tuple[Any, Any, Path]:
@@ -131,8 +127,7 @@ def read_checkpoint(plan: Plan, checkpoint: Path) -> tuple[Any, Any]:
 
 
 def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> Any:
-    """The model with a checkpoint's weights, in eval mode; adapters are injected, or merged. The generation config is the original
-    model's."""
+    """The model with a checkpoint's weights in eval mode, adapters injected or merged. The generation config is the original model's."""
     from transformers import GenerationConfig
 
     path, adapter, seed, head = plan.model_path, plan.config.adapter, plan.config.run.seed, plan.config.head

@@ -213,8 +213,7 @@ def quiet() -> None:
 
 @contextmanager
 def beside(folder: Path, what: str, where: Path, fix: str) -> Iterator[Path]:
-    """A new folder beside `folder`, removed in the end unless it was renamed. Raises EnvironmentFault, with `what` and the reason, if it
-    cannot be written."""
+    """A new folder beside `folder`, removed in the end unless renamed. Raises EnvironmentFault: `what` and why it cannot be written."""
     try:
         with temporary_folder(folder.parent) as temporary:
             yield temporary
@@ -223,8 +222,7 @@ def beside(folder: Path, what: str, where: Path, fix: str) -> Iterator[Path]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ModelError that names the file, for a pipe or device, invalid JSON, and impossible counts. Ignores anything but a local
-    folder."""
+    """Raises ModelError that names the file: a pipe or device, invalid JSON, impossible counts. Ignores all but a local folder."""
     try:
         entries = sorted(folder.iterdir()) if folder.is_dir() else []
         modes = {entry: entry.stat().st_mode for entry in entries if entry.exists()}

@@ -135,8 +135,7 @@ def _checked(tokenizer: Any) -> Any:
 
 
 def pad_token_id(tokenizer: Any) -> int:
-    """The id that fills short rows. It has no loss and nothing attends to it, so a tokenizer without one gets the end-of-text token (or
-    id 0), which is logged. No token is added."""
+    """The id that fills short rows, which nothing attends to; without one the end-of-text token or id 0, which is logged."""
     if tokenizer.pad_token_id is not None:
         return int(tokenizer.pad_token_id)
     instead = int(tokenizer.eos_token_id or 0)
@@ -170,8 +169,7 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
 
 
 def on_meta(config: Any, head: Head = "lm", path: str = "model.config", source: ModelConfig | None = None, **options: Any) -> Any:
-    """The model that a config describes, without memory. `path`, `source`: where it is from, for errors. `options`: of `from_config`.
-    Raises ModelError."""
+    """The model of a config, without memory. `path`, `source`: its origin, for errors. `options`: of `from_config`. Raises ModelError."""
     # A class of the model's own code: loading this config required the agreement to run that.
     remote = type(config).__module__.startswith("transformers_modules")
     with _judged(config):

@@ -143,8 +143,7 @@ class _Gradients:
         self.hidden, self.weight, self.bias = (torch.zeros_like(tensor, dtype=precise) if wanted else None for tensor, wanted in tensors)
 
     def add(self, rows: Tensor, grad: Tensor, hidden: Tensor, weight: Tensor, scale: Any) -> None:
-        """Add the part of `rows`. `grad`: of their logits, [n, V] in `precise`; it is overwritten. `scale`: a power of two that keeps it
-        in the range of fp16; None: 1."""
+        """Add the part of `rows`. `grad`: of logits, [n, V] in `precise`, overwritten. `scale`: a power of two for fp16; None: 1."""
         if self.bias is not None:
             self.bias += grad.sum(0)
         low = (grad if scale is None else grad.mul_(scale)).to(hidden.dtype)

@@ -56,8 +56,7 @@ def score_head(model: Any) -> nn.Linear | None:
 
 
 def with_head(model: Any, head: Head) -> Any:
-    """A fresh model with the head that transformers has no class for. Raises ModelError for a model that cannot have `head`, such as a
-    sequence classifier that does not score each token."""
+    """A fresh model with the head that transformers has no class for. Raises ModelError for a model that cannot have `head`."""
     if head == "score" and (score_parts(model) is None or is_bidirectional(model)):
         what = f"{type(model).__name__} has no score of each token: its head reads the text as a whole"
         raise ModelError(what, where="model", fix="name a causal language model, or a reward model made of one")
@@ -153,8 +152,7 @@ def is_bidirectional(model: Any) -> bool:
 
 
 def first_position(model: Any) -> int | None:
-    """The position id that the model itself gives to the first token: 0, in RoBERTa one more than the padding id; None if it takes no
-    position ids. Found by trying."""
+    """The position id that the model gives to the first token (RoBERTa: padding id + 1); None if it takes none. Found by trying."""
 
     def trial(small: Any, ids_BT: torch.Tensor) -> int | None:
         ids_BT = (ids_BT + 16) % small.config.get_text_config().vocab_size

@@ -111,8 +111,7 @@ class Values:
 
 @dataclass(frozen=True)
 class FromFiles:
-    """safetensors files. `places`: the file and key of each tensor of the model, for tied weights under all names. `rest`: the source of
-    all other tensors."""
+    """safetensors files. `places`: file and key of each tensor, of tied weights under all names. `rest`: the source of all others."""
 
     places: dict[str, Stored] = field(repr=False)
     rest: Source = field(default_factory=Loaded)

@@ -22,8 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tokens:
-    """A batch of token ids for trials: int64[B, T] each; `position_ids_BT` None: 0, 1, 2, … `images`: what the model is also called
-    with."""
+    """Token ids for trials: int64[B, T] each; `position_ids_BT` None: 0, 1, 2, … `images`: what the model is also called with."""
 
     input_ids_BT: torch.Tensor
     position_ids_BT: Any = None
