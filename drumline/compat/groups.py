@@ -135,34 +135,25 @@ def _data(sheet: Sheet) -> None:
         rest: dict[str, Any] = {"columns": columns} if columns else {}
         if limit in old and whole(old[limit]) > 0:
             rest["limit"] = whole(old[limit])
-        if files in old:
-            sheet.put(f"data.{part}", [{**_source(sheet, old[files], name), **rest} for name in _files(old[files])], old[files])
+        if file := old.get(files):
+            if not isinstance(file.value, str | list) or not file.value:
+                fix = "give the path of a .jsonl, .json, .csv, .parquet or .txt file"
+                raise refuse(file, f"{shown(file.value)} given, a path is wanted", fix)
+            names = [file.value] if isinstance(file.value, str) else map(str, file.value)
+            sheet.put(f"data.{part}", [{**_source(sheet, name), **rest} for name in names], file)
         elif "dataset_name" in old and (part == "train" or split in old):
-            sheet.put(f"data.{part}", [{**_hub(old, old.get(split)), **rest}], old["dataset_name"])
+            words = {"id": "dataset_name", "name": "dataset_config", "split": split}
+            hub: dict[str, Any] = {"kind": "hub", **{key: str(old[name].value) for key, name in words.items() if name in old}}
+            if "dataset_streaming" in old and flag(old["dataset_streaming"]):
+                hub["streaming"] = True
+            sheet.put(f"data.{part}", [{**hub, **rest}], old["dataset_name"])
 
 
-def _files(old: Old) -> list[str]:
-    if not isinstance(old.value, str | list) or not old.value:
-        raise refuse(old, f"{shown(old.value)} given, a path is wanted", "give the path of a .jsonl, .json, .csv, .parquet or .txt file")
-    return [old.value] if isinstance(old.value, str) else [str(name) for name in old.value]
-
-
-def _source(sheet: Sheet, old: Old, name: str) -> dict[str, Any]:
+def _source(sheet: Sheet, name: str) -> dict[str, Any]:
     path = found(sheet.base, name)
     if not path.exists() and "." not in path.name and "*" not in name:
         return {"kind": "hub", "id": name}  # data_path and the like name either
     return {"kind": "saved" if path.is_dir() else "file", "path": new_path(sheet, path)}
-
-
-def _hub(old: dict[str, Old], split: Old | None) -> dict[str, Any]:
-    made: dict[str, Any] = {"kind": "hub", "id": str(old["dataset_name"].value)}
-    if "dataset_config" in old:
-        made["name"] = str(old["dataset_config"].value)
-    if split is not None:
-        made["split"] = str(split.value)
-    if "dataset_streaming" in old and flag(old["dataset_streaming"]):
-        made["streaming"] = True
-    return made
 
 
 STRATEGIES = {
@@ -261,8 +252,7 @@ def _zero(sheet: Sheet, old: dict[str, Old]) -> None:
             deepspeed_config(sheet, list(inner.values()))
         else:
             olds = [each for each in inner.values() if each.key != "enabled"]
-            names = {"stage": "zero_stage"}
-            acc.read_deepspeed(sheet, section, [replace(each, key=names.get(each.key, each.key)) for each in olds])
+            acc.read_deepspeed(sheet, section, [replace(each, key="zero_stage") if each.key == "stage" else each for each in olds])
     elif section is not None and isinstance(section.value, str) and section.value:
         own_deepspeed_file(sheet, section)
     if (stage := old.get("zero_stage")) is not None:
@@ -318,8 +308,6 @@ def _adapter(sheet: Sheet) -> None:
 
 
 # What arguments of TRL (1.16) and LLaMA-Factory (0.9) for preference pairs become: DPO and its kinds, SimPO, ORPO.
-
-
 _DPO = find(AlgorithmSpec, "dpo")
 assert _DPO is not None
 # Loss there → kind of algorithm here. All but two are losses of DPO, with the same names.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from drumline.data.cache import TokenCache, bounds, commit, left_out, read_info,
 from drumline.data.fingerprint import cache_key, identify, template_path
 from drumline.data.images import count_images, join_metas
 from drumline.data.sources import Row, describe, domains, read_rows
-from drumline.data.workers import Chunk, Counted, Job, encode_all
+from drumline.data.workers import Counted, Job, encode_all
 from drumline.errors import ConfigError, DataError
 from drumline.models.vision import Vision
 
@@ -160,19 +160,9 @@ class _Stage(Counted):
     dtype: np.dtype[Any]
 
     @property
-    def hashes(self) -> npt.NDArray[np.uint64]:
-        """uint64[R] of the usable rows."""
-        return np.frombuffer(bytes(self.digests), np.dtype("<u8"))[::2]
-
-    @property
     def sizes(self) -> Ints:
         """int64[S]: tokens of each segment."""
         return np.asarray(self.lengths, np.int64)
-
-    def add(self, chunk: Chunk, tokens: BinaryIO, learn: BinaryIO) -> None:
-        tokens.write(chunk.tokens.astype(self.dtype).tobytes())
-        learn.write(chunk.learn.tobytes())
-        self.count(chunk)
 
     def of_rows(self, rows: Ints) -> Ints:
         """The indices of the segments of some rows, in order of these rows."""
@@ -214,7 +204,9 @@ def _tokenise(task: _Task, folder: Path, tokenizer_path: str, base_dir: Path, pr
     rows: Iterator[Row] = chain.from_iterable(read_rows(source, base_dir, forms) for source in task.sources)
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "learn.bin").open("wb") as learn:
         for chunk in encode_all(job, rows, config.data.workers):
-            stage.add(chunk, tokens, learn)
+            tokens.write(chunk.tokens.astype(stage.dtype).tobytes())
+            learn.write(chunk.learn.tobytes())
+            stage.count(chunk)
             progress("tokenise", stage.rows, total)
     if not stage.lengths:
         where = ", ".join(map(describe, task.sources))
@@ -241,9 +233,8 @@ def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: I
     """Make samples of rows whose segments start at `starts` in the files of `temporary`, and give the cache its name."""
     config, picked = task.config, stage.of_rows(rows)
     sizes, learned = stage.sizes[picked], np.asarray(stage.learned, np.int64)[picked]
-    metas: list[bytes] = []
+    segments, metas = np.stack((starts, starts + sizes), axis=1), list[bytes]()
     if not config.packs:
-        segments = np.stack((starts, starts + sizes), axis=1)
         samples = bounds(np.asarray(stage.segments)[rows])
         metas = [stage.metas[row] for row in rows.tolist()]
     elif config.algorithm.cuts:
@@ -252,13 +243,13 @@ def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: I
     else:
         groups = pack(sizes, config.data.max_length)
         order = np.fromiter(chain.from_iterable(groups), np.int64, len(rows))
-        segments, learned = np.stack((starts, starts + sizes), axis=1)[order], learned[order]
+        segments, learned = segments[order], learned[order]
         samples = bounds([len(group) for group in groups])
         metas = join_metas(stage.metas, rows.tolist(), groups) if any(stage.metas) else []
     counts = write_layout(temporary, segments, samples, learned, metas)
     if not counts["samples"]:
         raise DataError("no sample has a token to learn", where=", ".join(map(describe, task.sources)), fix="raise data.max_length")
-    np.save(temporary / "rows.npy", hashes := stage.hashes[rows])
+    np.save(temporary / "rows.npy", hashes := np.frombuffer(bytes(stage.digests), np.dtype("<u8"))[::2][rows])
     info = {
         "hash": folder.name,
         "sources": [describe(source) for source in task.sources],
@@ -330,9 +321,8 @@ def cut(starts: Ints, stops: Ints, capacity: int) -> tuple[Ints, Ints]:
     total = int(ends[-1]) if len(ends) else 0
     if not total:
         return np.zeros((0, 2), np.int64), np.zeros(1, np.int64)
-    bounds = np.union1d(ends, np.arange(0, total, capacity, dtype=np.int64))
-    bounds = bounds if bounds[0] == 0 else np.concatenate((np.zeros(1, np.int64), bounds))
-    firsts, lasts = bounds[:-1], bounds[1:]
+    at = np.union1d(ends, np.arange(0, total, capacity, dtype=np.int64))
+    firsts, lasts = at[:-1], at[1:]
     document = np.searchsorted(ends, firsts, side="right")
     shift = starts[document] - (ends[document] - (stops - starts)[document])
     segments = np.stack((firsts + shift, lasts + shift), axis=1)

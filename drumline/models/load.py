@@ -200,12 +200,18 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
     tower = {id(p) for p in vision_tower(model).parameters()} if head in LM and is_vision_language(config) else set()
     at_end = {id(p): p for module in (output_head, score_head(model)) if module is not None for p in module.parameters()}.values()
     ahead = head == "text" and is_bidirectional(model)
+    # Matrix products: the tower works for image tokens alone, and an embedding that is no head is a look-up.
+    apart = tower if tied else {*tower, id(embedding)}
+    experts = int(getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1)
+    chosen = min(experts, int(getattr(text, "num_experts_per_tok", None) or experts))
+    flops = {name: (6 if p.requires_grad else 4) * p.numel() for name, p in model.named_parameters() if id(p) not in apart}
+    products = sum(number * chosen / experts if ".experts." in name else number for name, number in flops.items())
     # Where the config has no kind for each layer, one window is that of all of them.
     all_layers = ["full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"]
     return ModelFacts(
         **counts,
         name=str(text.model_type),
-        flops_per_token=float(_product_flops(model, text, tower if tied else {*tower, id(embedding)}) + 12 * layers * width * length),
+        flops_per_token=float(products + 12 * layers * width * length),
         vocab_size=int(text.vocab_size),
         max_positions=int(getattr(text, "max_position_embeddings", None) or 0) or None,
         layers=layers,
@@ -260,14 +266,6 @@ def _facts_of_images(model: Any, side: int) -> ModelFacts:
         layers=len(counts["block_parameters"]) or int(sum(getattr(model.config, "depths", ()))),
         hidden=int(sizes[-1] if sizes else getattr(model.config, "hidden_size", 0)),
     )
-
-
-def _product_flops(model: Any, text: Any, apart: set[int]) -> float:
-    """FLOPs of a token in matrix products, forward and backward, with all parameters but those whose ids are in `apart`."""
-    experts = int(getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1)
-    chosen = min(experts, int(getattr(text, "num_experts_per_tok", None) or experts))
-    flops = {name: (6 if p.requires_grad else 4) * p.numel() for name, p in model.named_parameters() if id(p) not in apart}
-    return sum(number * chosen / experts if ".experts." in name else number for name, number in flops.items())
 
 
 def check_fits(config: Any, tokenizer: Any, max_length: int, where: str = "model.tokenizer") -> None:
