@@ -22,10 +22,8 @@ def resolve_batch(
     config: Config, data_ranks: int, in_flight: int = 1, batch: BatchConfig | None = None, why: list[str] | None = None
 ) -> BatchPlan:
     """The batch of the run. `in_flight`: accumulation to choose at least, where it is open. `batch`: in the place of the config's. `why`
-    gets a line for each number that was chosen.
-
-    Raises PlanError, with the arithmetic and the nearest valid values, where the numbers do not go together.
-    """
+    gets a line for each number that was chosen. Raises PlanError, with the arithmetic and the nearest valid values, where the numbers do
+    not go together."""
     why = [] if why is None else why
     batch, rows_per_sample = batch or config.batch, config.algorithm.rows_per_sample
     tokens = (IMAGE_TOKENS if config.images_alone else config.data.max_length) * rows_per_sample
@@ -70,11 +68,8 @@ def resolve_batch(
 
 def batches(config: Config, data_ranks: int, world: int, least: int) -> Iterator[BatchPlan]:
     """Each batch that the user leaves open on this many data ranks, the smallest micro-batch first. Where no global batch is set, it is
-    that of plain data parallel over all `world` processes, so that layouts compare; where micro-batch and accumulation are set, that of
-    the data ranks. `least`: micro-batches in flight.
-
-    Raises PlanError where the numbers do not go together.
-    """
+    that of plain data parallel over all `world` processes, so that layouts compare; where micro-batch and accumulation are set, that of the
+    data ranks. `least`: micro-batches in flight. Raises PlanError where the numbers do not go together."""
     batch = config.batch
     if batch.global_samples is None and batch.global_tokens is None and not (batch.micro_batch and batch.accumulation):
         total = (batch.micro_batch or 1) * (batch.accumulation or 1) * world

@@ -40,10 +40,8 @@ class Weight(NamedTuple):
 @dataclass(frozen=True)
 class ModelFacts:
     """Sizes of a model. Counts are of parameters (tied ones once), FLOPs of the matrix products of one token, forward and backward.
-
-    `tp_styles`: the words of the tensor-parallel plan that the model carries, none without one. `tp_cuts_heads`: under it, a rank
-    holds some of the attention heads. `classes`: names of the classes of its modules.
-    """
+    `tp_styles`: the words of the tensor-parallel plan that the model carries, none without one. `tp_cuts_heads`: under it, a rank holds
+    some of the attention heads. `classes`: names of the classes of its modules."""
 
     name: str
     parameters: int

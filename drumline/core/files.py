@@ -25,11 +25,9 @@ OURS = re.compile(rf"{re.escape(UNFINISHED)}(\d+-\d+-[0-9a-f]{{8}})-[0-9a-f]{{8}
 
 @contextmanager
 def whole_file(path: Path, *, private: bool = False, durable: bool = False, shared: bool = False) -> Iterator[BinaryIO]:
-    """Write a file; what has its name stays there until the new one is whole.
-
-    `private`: for its owner alone, where otherwise the umask decides. `durable`: on the device afterwards, and its name too. `shared`:
-    several processes may write it at once, each a file of its own.
-    """
+    """Write a file; what has its name stays there until the new one is whole. `private`: for its owner alone, where otherwise the umask
+    decides. `durable`: on the device afterwards, and its name too. `shared`: several processes may write it at once, each a file of its
+    own."""
     fresh = path.with_name(f"{UNFINISHED}{path.name}" + f"-{os.getpid()}" * shared)
     try:
         with open(fresh, "wb", opener=(lambda name, flags: os.open(name, flags, 0o600)) if private else None) as file:

@@ -32,10 +32,8 @@ MOST_CONFIG = MIB  # bytes of a YAML: a large one has some thousand
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config and where it came from. Paths of data files in it are relative to `base_dir`, run.dir to the current folder.
-
-    `old`: it is another tool's, or another tool's is laid over it; `notes`: what became of its keys; `resume`: its value for --resume.
-    """
+    """A config and where it came from. Paths of data files in it are relative to `base_dir`, run.dir to the current folder. `old`: it is
+    another tool's, or another tool's is laid over it; `notes`: what became of its keys; `resume`: its value for --resume."""
 
     config: Config
     path: Path
@@ -59,10 +57,7 @@ class Request:
 
 def load(path: Path, overrides: list[str], over: Sheet | None = None, trusted: bool = True) -> Loaded:
     """Read a YAML file, also another tool's (see `compat`), lay a launcher's strategy over it, and then dotted overrides. Not `trusted`:
-    the file may be a stranger's run, so that an override alone can allow a model's own code (trust_remote_code).
-
-    Raises ConfigError.
-    """
+    the file may be a stranger's run, so that an override alone can allow a model's own code (trust_remote_code). Raises ConfigError."""
     return _loaded(drafted(read_text(path), str(path), path.parent, over), path, overrides, trusted, over is not None)
 
 

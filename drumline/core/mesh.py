@@ -14,10 +14,8 @@ DIMENSIONS: tuple[Dimension, ...] = ("pp", "replicate", "shard", "cp", "tp")
 
 
 class Mesh(Frozen):
-    """The degree of each dimension, outermost first. Their product is the world size.
-
-    A rank's number is its place in row-major order: tensor-parallel peers are neighbours, pipeline stages furthest apart.
-    """
+    """The degree of each dimension, outermost first. Their product is the world size. A rank's number is its place in row-major order:
+    tensor-parallel peers are neighbours, pipeline stages furthest apart."""
 
     pp: int = 1
     replicate: int = 1

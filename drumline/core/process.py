@@ -125,11 +125,9 @@ def is_suspended(pid: int) -> bool:
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have this process killed, or sent the signal `number`, when its parent `parent` (process id) dies, however it dies.
-
-    On Linux by the kernel, which means the thread that started this process; the launcher starts ranks from the thread that then waits for
-    them. Elsewhere, as on macOS, by a thread that looks every now and then.
-    """
+    """Have this process killed, or sent the signal `number`, when its parent `parent` (process id) dies, however it dies. On Linux by the
+    kernel, which means the thread that started this process; the launcher starts ranks from the thread that then waits for them. Elsewhere,
+    as on macOS, by a thread that looks every now and then."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
     else:

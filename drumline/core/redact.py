@@ -140,10 +140,8 @@ def redacted_streams() -> Iterator[None]:
 
 
 def withhold(value: Any, where: Callable[[Place], str], place: Place = ()) -> Any:
-    """A copy of the config's values in which `${env:…}` stands for each secret. `where`: how an error line names a place.
-
-    Raises ConfigError for a secret, and for an `${env:…}`, where nobody would look it up.
-    """
+    """A copy of the config's values in which `${env:…}` stands for each secret. `where`: how an error line names a place. Raises
+    ConfigError for a secret, and for an `${env:…}`, where nobody would look it up."""
     dotted = ".".join(place)
     if dotted in NAMES:
         return value

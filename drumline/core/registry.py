@@ -71,10 +71,8 @@ def kinds_alone(base: type[S]) -> list[str]:
 
 
 def find(base: type[S], kind: str, base_dir: Path | None = None, trusted: bool = True) -> type[S] | None:
-    """The spec of a kind; None where there is none. `base_dir`: what a file's path is relative to.
-
-    Raises ConfigError for a plug-in that cannot be imported, or is no spec of this group, and for the user's own code in a file that is
-    not `trusted`."""
+    """The spec of a kind; None where there is none. `base_dir`: what a file's path is relative to. Raises ConfigError for a plug-in that
+    cannot be imported, or is no spec of this group, and for the user's own code in a file that is not `trusted`."""
     if kind in _built_in(base):
         return _built_in(base)[kind]
     if ":" not in kind:

@@ -35,10 +35,7 @@ def resolve(
     roles: Mapping[str, RolePlan] | None = None,
 ) -> Plan:
     """Every number of the run. `world_size` None: as many processes as config and machine say. `data` None: a dry run. `roles`: models
-    besides the policy (see Layout.roles), whose sizes are in `facts.roles`.
-
-    Raises PlanError where the numbers do not go together.
-    """
+    besides the policy (see Layout.roles), whose sizes are in `facts.roles`. Raises PlanError where the numbers do not go together."""
     why: list[str] = []
     device = device_of(config, machine)
     world = processes_of(config, machine, device, world_size)
@@ -183,10 +180,8 @@ def _steps(config: Config, batch: BatchPlan, data: DataPlan | None, why: list[st
 
 
 def total_samples(config: Config, batch: BatchPlan, data: DataPlan) -> int:
-    """Samples of the whole run. `epochs` ends on the last sample (weightless rows fill the last batch up); `steps` on a full batch.
-
-    Images too end on a full batch, its last samples taken from the epoch that would follow: a batch norm would see what fills it up.
-    """
+    """Samples of the whole run. `epochs` ends on the last sample (weightless rows fill the last batch up); `steps` on a full batch. Images
+    too end on a full batch, its last samples taken from the epoch that would follow: a batch norm would see what fills it up."""
     if config.run.steps is not None:
         return config.run.steps * batch.global_samples
     samples = max(1, round(config.run.epochs * data.train_samples))

@@ -36,11 +36,8 @@ class Signals:
 
 
 class LauncherSignals(Signals):
-    """Signals to the launcher.
-
-    `number`: the first one (a lost terminal counts as SIGTERM), 0 before. `at_once`: a Ctrl-C came after it. Other signals that
-    follow are no hurry: batch systems and wrappers repeat theirs while the ranks are still saving.
-    """
+    """Signals to the launcher. `number`: the first one (a lost terminal counts as SIGTERM), 0 before. `at_once`: a Ctrl-C came after it.
+    Other signals that follow are no hurry: batch systems and wrappers repeat theirs while the ranks are still saving."""
 
     at_once = False
     _around: Stoppable | None = None

@@ -26,10 +26,8 @@ class Cost(NamedTuple):
 
 
 def plan_pipeline(mesh: Mesh, strategy: StrategySpec, batch: BatchPlan, facts: ModelFacts | None, why: list[str]) -> PipelinePlan | None:
-    """How the pipeline of a run goes; None where there is none. `facts` None (the model is not known yet): the cut is left open.
-
-    Raises PlanError where there are fewer layers than stages, or the micro-batches do not suit the schedule.
-    """
+    """How the pipeline of a run goes; None where there is none. `facts` None (the model is not known yet): the cut is left open. Raises
+    PlanError where there are fewer layers than stages, or the micro-batches do not suit the schedule."""
     if mesh.pp == 1:
         return None
     schedule, per_rank = strategy.pipeline_schedule()
@@ -62,9 +60,7 @@ def in_flight(mesh: Mesh, strategy: StrategySpec) -> int:
 
 def bubble(schedule: str, ranks: int, per_rank: int, micro_batches: int) -> float:
     """The part of a step in which a rank waits, were all stages equally fast and messages free (Narayanan et al. 2021, section 2.2).
-
-    zero_bubble is bounded by interleaved: what it fills depends on how long the weights' gradients take.
-    """
+    zero_bubble is bounded by interleaved: what it fills depends on how long the weights' gradients take."""
     if schedule == "model_parallel":
         return (ranks - 1) / ranks
     return (ranks - 1) / (per_rank * micro_batches + ranks - 1)

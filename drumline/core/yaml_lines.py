@@ -50,10 +50,8 @@ def write_yaml(values: dict[str, Any]) -> str:
 
 
 def read_yaml(text: str, name: str) -> tuple[Any, dict[Place, int]]:
-    """The value of a YAML text, and the line (from 1) of each key and list item by its place. What an alias repeats is a copy.
-
-    Raises ConfigError with file and line for text that is no YAML, and for a key that stands twice.
-    """
+    """The value of a YAML text, and the line (from 1) of each key and list item by its place. What an alias repeats is a copy. Raises
+    ConfigError with file and line for text that is no YAML, and for a key that stands twice."""
     lines: dict[Place, int] = {}
     try:
         loader = _Loader(text)

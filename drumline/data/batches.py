@@ -29,10 +29,8 @@ class First:
 
 @dataclass(frozen=True)
 class Batch:
-    """The base of micro-batches. Each has a `weight`: its part of the denominator of the loss.
-
-    For an objective with a first pass: `first`, and `places_P` int64, the rows of this batch's samples in it, -1 for fillers.
-    """
+    """The base of micro-batches. Each has a `weight`: its part of the denominator of the loss. For an objective with a first pass: `first`,
+    and `places_P` int64, the rows of this batch's samples in it, -1 for fillers."""
 
     first: First | None = field(default=None, kw_only=True)
     places_P: torch.Tensor | None = field(default=None, kw_only=True)
@@ -92,10 +90,8 @@ class TokenBatch(Batch):
 
 
 def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | None) -> TokenBatch:
-    """A batch of rows of segments, padded with `pad_id` to `width` tokens; None: to the longest row.
-
-    A row that is None is a filler, all padding without a target: it takes a place of the last batch that no sample is left for.
-    """
+    """A batch of rows of segments, padded with `pad_id` to `width` tokens; None: to the longest row. A row that is None is a filler, all
+    padding without a target: it takes a place of the last batch that no sample is left for."""
     assert rows, "a batch has rows"
     lengths = [FILLER_WIDTH if row is None else sum(len(tokens) for tokens, _ in row) for row in rows]
     width = max(lengths) if width is None else width

@@ -142,10 +142,8 @@ def bounds(sizes: Any) -> npt.NDArray[np.int64]:
 
 
 def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
-    """Give the cache in `temporary` its name, after info.json and the files are on disk.
-
-    If another process was faster, its cache stays: both were made from the same input. A damaged one is replaced.
-    """
+    """Give the cache in `temporary` its name, after info.json and the files are on disk. If another process was faster, its cache stays:
+    both were made from the same input. A damaged one is replaced."""
     names = sorted(path.name for path in temporary.iterdir())
     info = {**info, "files": {name: (temporary / name).stat().st_size for name in names}}
     info["sha256"] = {name: checksums(temporary / name) for name in names}

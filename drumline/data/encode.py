@@ -42,11 +42,8 @@ class TextRows:
 
 class PromptRows:
     """Encodes prompts of rollouts. A sample is one segment, the tokens before the completion. Its meta, for rewards: `prompt` (the text),
-    `domain`, and the row's other columns under their names.
-
-    A prompt leaves room for max_new_tokens within data.max_length. A longer one is dropped or cut at its start, by data.truncation, but
-    never at its end, which has the question and the header of the answer.
-    """
+    `domain`, and the row's other columns under their names. A prompt leaves room for max_new_tokens within data.max_length. A longer one is
+    dropped or cut at its start, by data.truncation, but never at its end, which has the question and the header of the answer."""
 
     def __init__(self, tokenizer: Any, new: int, data: DataConfig) -> None:
         self.encoder, self.policy, self.new = Encoder(tokenizer, everything=False, data=data), data.truncation, new
@@ -150,12 +147,9 @@ def _meta(row: Row) -> dict[str, Any] | None:
 
 
 def cut_pair(chosen: Example, rejected: Example, max_length: int, policy: Policy, origin: str) -> tuple[Example, Example] | None:
-    """Both sides within `max_length` tokens, with the same prompt and some of their answers; None if the pair is dropped.
-
-    left: both sides lose as much from the start of the prompt as the longer one needs, and answers stay whole; right: sides lose their
-    ends, and prompts stay whole. A pair that would lose its prompt or an answer, or keep two equal ones, is dropped. Raises DataError under
-    `error`.
-    """
+    """Both sides within `max_length` tokens, with the same prompt and some of their answers; None if the pair is dropped. left: both sides
+    lose as much from the start of the prompt as the longer one needs, and answers stay whole; right: sides lose their ends, and prompts
+    stay whole. A pair that would lose its prompt or an answer, or keep two equal ones, is dropped. Raises DataError under `error`."""
     longest = max(chosen, rejected, key=lambda side: len(side.tokens))
     over = len(longest.tokens) - max_length
     if over <= 0:

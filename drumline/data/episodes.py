@@ -78,11 +78,9 @@ class Episodes:
 
 @dataclass(frozen=True)
 class EpisodeBatch(TokenBatch):
-    """A TokenBatch whose rows are a prompt and its completion, padded on the right. The numbers are fp32[B, T].
-
-    A number of a token has the place where it is predicted, that of the token before it, as in `targets_BT`. For tokens outside of
-    completions the target is IGNORE and the numbers are 0. `weights_BT`: of a token in the loss.
-    """
+    """A TokenBatch whose rows are a prompt and its completion, padded on the right. The numbers are fp32[B, T]. A number of a token has the
+    place where it is predicted, that of the token before it, as in `targets_BT`. For tokens outside of completions the target is IGNORE and
+    the numbers are 0. `weights_BT`: of a token in the loss."""
 
     old_log_probs_BT: torch.Tensor
     sampler_log_probs_BT: torch.Tensor

@@ -39,11 +39,9 @@ def hash_file(path: Path) -> str:
 
 
 def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: str, base_dir: Path, vision: Vision | None = None) -> str:
-    """The first 32 hex digits of sha256 over content and settings. `role`: train, holdout or eval.
-
-    For images also over the folders of the rows, which image paths are relative to, and for a vision-language model over its processor. The
-    images themselves are not read: their pixels are in no cache, and a changed size is found when an image is loaded.
-    """
+    """The first 32 hex digits of sha256 over content and settings. `role`: train, holdout or eval. For images also over the folders of the
+    rows, which image paths are relative to, and for a vision-language model over its processor. The images themselves are not read: their
+    pixels are in no cache, and a changed size is found when an image is loaded."""
     data = config.data
     code, _, name = config.algorithm.kind.rpartition(":")  # a kind in a user's file counts with its code, which may change
     parts: dict[str, Any] = {

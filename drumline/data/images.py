@@ -92,9 +92,7 @@ def cut(full: Expanded, size: int, left: bool) -> Expanded:
 
 def place_images(row: Row) -> tuple[Row, list[str]]:
     """The row with its images as `{"type": "image"}` parts of contents, the form of chat templates, and their absolute paths in order.
-
-    Raises DataError for a URL, and if places and images do not match.
-    """
+    Raises DataError for a URL, and if places and images do not match."""
     given = row.values.get("images")
     waiting = None if given is None else list(given) if isinstance(given, list) else [given]
     paths: list[str] = []
@@ -208,11 +206,9 @@ def collate_vision(cache: TokenCache, ids: Sequence[int], pad_id: int, width: in
 
 
 def rope_positions(tokens: npt.NDArray[Any], grids: list[Grid], vision: Vision) -> npt.NDArray[np.int64]:
-    """int64[3, n]: positions in time, height and width of a segment's tokens (M-RoPE; Qwen2-VL, Wang et al. 2024, section 2.1).
-
-    Text counts in all three at once; an image's tokens share one time, and the text behind it continues after its longer side. Removes the
-    segment's images from the front of `grids`.
-    """
+    """int64[3, n]: positions in time, height and width of a segment's tokens (M-RoPE; Qwen2-VL, Wang et al. 2024, section 2.1). Text counts
+    in all three at once; an image's tokens share one time, and the text behind it continues after its longer side. Removes the segment's
+    images from the front of `grids`."""
     positions, next_position, at = np.empty((3, len(tokens)), np.int64), 0, 0
     is_image = tokens == vision.token_id
     while at < len(tokens):

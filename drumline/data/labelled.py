@@ -41,10 +41,8 @@ def label_of(row: Row, labels: list[str] | None) -> str:
 
 
 def classes(train: TokenCache, held_out: TokenCache | None, labels: list[str] | None) -> tuple[str, ...]:
-    """The classes in order: `labels`, or those of the training samples, numbers by value and then names by the alphabet.
-
-    Raises DataError if there is only one class, or a held-out sample has a class that no training sample has.
-    """
+    """The classes in order: `labels`, or those of the training samples, numbers by value and then names by the alphabet. Raises DataError
+    if there is only one class, or a held-out sample has a class that no training sample has."""
     found = set(labels or (train.meta(sample)["label"] for sample in range(len(train))))
     if len(found) < 2:
         what = f"all {len(train)} training rows have one class, {min(found)!r}: there is nothing to tell apart"
@@ -100,11 +98,9 @@ def _unlearned(tokens: list[int]) -> Example:
 
 @dataclass(frozen=True)
 class LabelledBatch(TokenBatch):
-    """A TokenBatch of texts, without targets. `labels_B` int64, IGNORE for a filler, which counts as one token.
-
-    `attention_mask_BT` int64 is for bidirectional models; it has a filler's first token, since attention to no token is NaN. Other models
-    get positions instead. `position_ids_BT` count from the model's first position on, padding included. `weight`: rows with a class.
-    """
+    """A TokenBatch of texts, without targets. `labels_B` int64, IGNORE for a filler, which counts as one token. `attention_mask_BT` int64
+    is for bidirectional models; it has a filler's first token, since attention to no token is NaN. Other models get positions instead.
+    `position_ids_BT` count from the model's first position on, padding included. `weight`: rows with a class."""
 
     labels_B: torch.Tensor
     attention_mask_BT: torch.Tensor | None

@@ -71,11 +71,8 @@ def prepare(
     check: bool = False,
 ) -> Prepared:
     """The caches of `config.data`, made if they do not exist. `on_progress(phase, rows done, all rows if known)`. `vision`: that of a
-    vision-language model. `check`: verify the caches that exist, and make damaged ones again.
-
-    Phases: "hash" (of the input), "tokenise", "pack". Raises DataError for input that cannot be used, EnvironmentFault for a disk that
-    cannot be written.
-    """
+    vision-language model. `check`: verify the caches that exist, and make damaged ones again. Phases: "hash" (of the input), "tokenise",
+    "pack". Raises DataError for input that cannot be used, EnvironmentFault for a disk that cannot be written."""
     progress = on_progress or (lambda phase, done, total: None)
     progress("hash", 0, None)
     tasks = _tasks(config, tokenizer_path, base_dir, vision)

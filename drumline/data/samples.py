@@ -128,11 +128,9 @@ class SampleCollator:
 
 
 def global_batches(dataset: Any, batch: BatchPlan, data_rank: int, position: int, stop: int | None, seed: int | None) -> Iterator[Any]:
-    """This rank's part of each global batch from `position` on: its micro-batches, each a list of what the dataset gives.
-
-    `stop`: passes over the dataset; None: without end. The last global batch is filled up from the pass that would follow. `seed`: of the
-    shuffled order; None: as the data come, as an iterable dataset always does. Raises DataError for a dataset without samples.
-    """
+    """This rank's part of each global batch from `position` on: its micro-batches, each a list of what the dataset gives. `stop`: passes
+    over the dataset; None: without end. The last global batch is filled up from the pass that would follow. `seed`: of the shuffled order;
+    None: as the data come, as an iterable dataset always does. Raises DataError for a dataset without samples."""
     size = batch.global_samples
     ranks = size // (batch.micro_batch * batch.accumulation)
     # All samples count alike, so they are dealt in order.

@@ -49,10 +49,8 @@ class Row:
 
 
 def read_rows(source: Source, base_dir: Path, forms: Forms = TEXT_FORMS) -> Iterator[Row]:
-    """The rows of `source` in its own order, at most `source.limit`; file paths are relative to `base_dir`.
-
-    Raises DataError for a source that cannot be read, has no rows, or has a row without a mapped column.
-    """
+    """The rows of `source` in its own order, at most `source.limit`; file paths are relative to `base_dir`. Raises DataError for a source
+    that cannot be read, has no rows, or has a row without a mapped column."""
     count, names = 0, domains(source)
     for count, (folder, (origin, values)) in enumerate(islice(_raw(source, base_dir, forms), source.limit), 1):
         row = _normalise(origin, values, source.columns, count, forms)
@@ -261,9 +259,7 @@ def _load_saved(source: SavedSource, base_dir: Path) -> Any:
 
 def call_hub(source: HubSource, function: str, **arguments: Any) -> Any:
     """The result of load_dataset or load_dataset_builder for the source; offline, from their cache. Any failure becomes one DataError.
-
-    Where the hub's name does not resolve, both libraries are set offline: they would retry for 23 s.
-    """
+    Where the hub's name does not resolve, both libraries are set offline: they would retry for 23 s."""
     import datasets
     import huggingface_hub.constants as hub
 

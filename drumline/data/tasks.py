@@ -101,10 +101,8 @@ def _candidates(dataset: Any, number: int, rows: int, own: str, draw: random.Ran
 
 
 def read_digits(source: DigitsSource) -> Iterator[Raw]:
-    """Rows of a split: real images of 8 × 8 pixels that come with a package, written once to the cache folder as PNG files.
-
-    Raises EnvironmentFault if scikit-learn or Pillow is missing, or the folder cannot be written.
-    """
+    """Rows of a split: real images of 8 × 8 pixels that come with a package, written once to the cache folder as PNG files. Raises
+    EnvironmentFault if scikit-learn or Pillow is missing, or the folder cannot be written."""
     try:
         from PIL import Image
         from sklearn.datasets import load_digits

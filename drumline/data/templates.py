@@ -125,10 +125,8 @@ class Encoder:
             raise DataError("this row has tools, and the chat template does not show any", where=row.origin, fix=fix)
 
     def plain(self, prompt: str, text: str, origin: str) -> Example:
-        """`prompt`, `text` and the end-of-sequence token, behind the tokenizer's BOS if it adds one; all but the prompt are targets.
-
-        The two are tokenised apart, since at inference the prompt is tokenised alone.
-        """
+        """`prompt`, `text` and the end-of-sequence token, behind the tokenizer's BOS if it adds one; all but the prompt are targets. The
+        two are tokenised apart, since at inference the prompt is tokenised alone."""
         eos = self.tokenizer.eos_token_id
         if eos is None:
             fix = "set model.tokenizer to one that has"
@@ -219,10 +217,8 @@ class Encoder:
 
 
 def turn_end(tokenizer: Any) -> int | None:
-    """The special token that the chat template puts behind an answer; None if there is no template or no such token.
-
-    It may differ from the end-of-sequence token: base models often have the template of a chat model.
-    """
+    """The special token that the chat template puts behind an answer; None if there is no template or no such token. It may differ from the
+    end-of-sequence token: base models often have the template of a chat model."""
     if not tokenizer.chat_template:
         return None
     content = "answer"

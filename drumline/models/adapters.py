@@ -74,10 +74,8 @@ def target_names(model: Any, adapter: LoRAConfig) -> list[str]:
 
 def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
     """Inject adapters into `target_names`, and freeze all else but heads that no language model has (scores, values, classes), which stay
-    fully trainable. The values depend on `seed` alone, not on the number of ranks.
-
-    A model on the meta device gets adapters there, to be filled with `first_values`.
-    """
+    fully trainable. The values depend on `seed` alone, not on the number of ranks. A model on the meta device gets adapters there, to be
+    filled with `first_values`."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:  # `require_trainable` checks this for a run, but not for a plan alone
@@ -106,9 +104,7 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
 
 def quantization(adapter: Adapter, precision: str) -> Any:
     """transformers' config for packed frozen linear layers (all but the head) in QLoRA (Dettmers et al. 2023); None: they are not packed.
-
-    4bit: NormalFloat in blocks of 64 whose scales are quantised too, multiplied in the type of `precision`; 8bit: LLM.int8().
-    """
+    4bit: NormalFloat in blocks of 64 whose scales are quantised too, multiplied in the type of `precision`; 8bit: LLM.int8()."""
     if not isinstance(adapter, LoRAConfig) or adapter.quantize == "none":
         return None
     from transformers import BitsAndBytesConfig
@@ -125,10 +121,8 @@ def is_adapter(name: str) -> bool:
 
 
 def first_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
-    """The initial value of an adapter's parameter, unsharded, fp32 on the CPU: A as a linear layer (uniform, ±1/√in), B zero.
-
-    Each name has its own random numbers: a rank with a part of the model draws the same as one with all of it.
-    """
+    """The initial value of an adapter's parameter, unsharded, fp32 on the CPU: A as a linear layer (uniform, ±1/√in), B zero. Each name has
+    its own random numbers: a rank with a part of the model draws the same as one with all of it."""
     values = torch.zeros(shape)
     if name.endswith(A):
         generator = torch.Generator().manual_seed(derive(seed, "adapter", name))
@@ -138,10 +132,8 @@ def first_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def switched(model: nn.Module, on: bool) -> Iterator[None]:
-    """Within, adapters are on; with `on` False they add nothing, and the model is the base model.
-
-    PEFT's own switch would also change which parameters are trainable, which FSDP2, DDP and DeepSpeed do not notice.
-    """
+    """Within, adapters are on; with `on` False they add nothing, and the model is the base model. PEFT's own switch would also change which
+    parameters are trainable, which FSDP2, DDP and DeepSpeed do not notice."""
     if on or not hasattr(model, "peft_config"):
         yield
         return
@@ -183,9 +175,7 @@ def require_trained(model: nn.Module) -> None:
 
 def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> None:
     """Write PEFT's own files (adapter_config.json, adapter_model.safetensors, fp32) to `folder`; PeftModel.from_pretrained reads them.
-
-    `base`: the folder or hub id of the frozen model.
-    """
+    `base`: the folder or hub id of the frozen model."""
     from peft import get_peft_model_state_dict
 
     require_trained(model)

@@ -170,10 +170,8 @@ def _styles(model: Any) -> dict[int, str]:
 
 
 def tensor_plan(model: Any) -> dict[str, str]:
-    """Name of a module (or of a single parameter) → style, for all modules of the plan that the model has; {} without a plan.
-
-    Embedding and head are left out: they are always cut by vocabulary.
-    """
+    """Name of a module (or of a single parameter) → style, for all modules of the plan that the model has; {} without a plan. Embedding and
+    head are left out: they are always cut by vocabulary."""
     plan = getattr(model, "_tp_plan", None) or {}
     by_vocabulary = vocabulary(model)
     names = [name for name, module in model.named_modules() if module not in by_vocabulary]

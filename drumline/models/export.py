@@ -113,9 +113,7 @@ def export(
 
 def read_run(run_dir: Path, trust: bool = False) -> tuple[Any, Any, Path]:
     """(model in eval mode, fp32, adapters merged; its tokenizer; its best checkpoint) of a run: what `export` would write, in memory.
-
-    Raises CheckpointError if the run has no whole checkpoint.
-    """
+    Raises CheckpointError if the run has no whole checkpoint."""
     checkpoint = _choose(run_dir / "checkpoints", "best")
     return *read_checkpoint(_plan_of(run_dir, trust), checkpoint), checkpoint
 

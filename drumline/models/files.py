@@ -135,10 +135,8 @@ def _from_package(name: str, on_progress: OnProgress) -> Path:
 
 def _convert(source: Path, target: Path, on_progress: OnProgress) -> None:
     """Write a GGUF file as a Hugging Face folder, whole or not at all: fp32 safetensors, dequantised by transformers, config, tokenizer.
-
-    Any number of processes may do this at once; the first one's folder stays. Raises ModelError (gguf is not installed, or cannot read
-    the file) and EnvironmentFault (the cache cannot be written, or its disk is full).
-    """
+    Any number of processes may do this at once; the first one's folder stays. Raises ModelError (gguf is not installed, or cannot read the
+    file) and EnvironmentFault (the cache cannot be written, or its disk is full)."""
     phase = f"converting {source.name} once"
     on_progress(phase, 0, 3)
     model, tokenizer = _read(source)
@@ -184,11 +182,9 @@ def _read(source: Path) -> tuple[Any, Any]:
 
 @contextmanager
 def _read_once() -> Iterator[None]:
-    """Within, gguf parses a file once and names an architecture's tensors once.
-
-    transformers repeats both (the file three times, the names for each module), and gguf spends most of its time on memmaps of single
-    strings, which plain views avoid. SmolLM2-135M (Q4_1) on 2 cores took 22.9 s before and 4.9 s with this, with the same files.
-    """
+    """Within, gguf parses a file once and names an architecture's tensors once. transformers repeats both (the file three times, the names
+    for each module), and gguf spends most of its time on memmaps of single strings, which plain views avoid. SmolLM2-135M (Q4_1) on 2 cores
+    took 22.9 s before and 4.9 s with this, with the same files."""
     import gguf
     import numpy as np
 

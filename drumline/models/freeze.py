@@ -14,10 +14,8 @@ WHERE = "model.freeze"
 
 
 def freeze(model: nn.Module, names: Sequence[str]) -> None:
-    """Freeze the parameters with one of `names`, or below a module with one: no gradients, no moments, no place in checkpoints.
-
-    Raises ModelError for a name that the model does not have, and if nothing stays trainable.
-    """
+    """Freeze the parameters with one of `names`, or below a module with one: no gradients, no moments, no place in checkpoints. Raises
+    ModelError for a name that the model does not have, and if nothing stays trainable."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in names:
         below = [parameter for each, parameter in parameters.items() if each == name or each.startswith(f"{name}.")]
@@ -34,11 +32,9 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def keep_low(parts: Iterable[nn.Module], dtype: torch.dtype, vectors: bool = False) -> None:
-    """Keep the frozen weights of these modules in `dtype`, the dtype of their products anyhow: half the memory of fp32.
-
-    Vectors (norms, biases: one entry in thousands) stay fp32 unless `vectors`: on a CPU the kernels of norms require fp32 weights for fp32
-    inputs. Packed weights stay packed. The parameters may be on the meta device; each stays the same object, so ties hold.
-    """
+    """Keep the frozen weights of these modules in `dtype`, the dtype of their products anyhow: half the memory of fp32. Vectors (norms,
+    biases: one entry in thousands) stay fp32 unless `vectors`: on a CPU the kernels of norms require fp32 weights for fp32 inputs. Packed
+    weights stay packed. The parameters may be on the meta device; each stays the same object, so ties hold."""
     for parameter in (parameter for part in parts for parameter in part.parameters()):
         if not parameter.requires_grad and parameter.is_floating_point() and (vectors or parameter.ndim >= 2):
             parameter.data = parameter.data.to(dtype)

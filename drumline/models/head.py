@@ -26,10 +26,8 @@ from drumline.models.small import close, probe, try_small
 @dataclass(frozen=True)
 class Outputs:
     """The outputs of a model for an objective: `logits_BTV`, or `hidden_BTD` with the head (logits = hidden @ weight_VDᵀ + bias_V; `part`:
-    which rows of the head these are, if not all). `score` gives one number for each token of `hidden_BTD`.
-
-    The methods answer for the whole sequences, the same on all ranks that share them, however head and sequence are sharded.
-    """
+    which rows of the head these are, if not all). `score` gives one number for each token of `hidden_BTD`. The methods answer for the whole
+    sequences, the same on all ranks that share them, however head and sequence are sharded."""
 
     hidden_BTD: torch.Tensor | None = None
     weight_VD: torch.Tensor | None = None
@@ -94,10 +92,8 @@ class Outputs:
 
 
 def split(model: Any) -> tuple[nn.Module, nn.Linear] | None:
-    """(trunk, head) of a causal LM or a score model; None if it lacks one. The trunk of a vision-language model includes the tower.
-
-    The head must be a plain linear layer: its weight is used without its forward, which an adapter would change.
-    """
+    """(trunk, head) of a causal LM or a score model; None if it lacks one. The trunk of a vision-language model includes the tower. The
+    head must be a plain linear layer: its weight is used without its forward, which an adapter would change."""
     if (scores := score_parts(model)) is not None:
         return scores
     has_tower = getattr(model.config, "vision_config", None) is not None
@@ -109,10 +105,8 @@ def split(model: Any) -> tuple[nn.Module, nn.Linear] | None:
 
 def can_split(model: Any) -> bool:
     """Whether the model's logits are its head over its trunk and nothing else (no soft-capping, no scaling). A score model's always are.
-
     Tried with eight tokens on a small copy, without a list of classes, to the last bit. The trial makes its logits large: soft-capping
-    hardly changes the small logits of a fresh model.
-    """
+    hardly changes the small logits of a fresh model."""
 
     def is_head_of_trunk(small: Any, ids_BT: torch.Tensor) -> bool:
         parts = split(small)
@@ -137,11 +131,8 @@ def can_split(model: Any) -> bool:
 
 def require_next_token(model: Any, device: str, packed: bool) -> None:
     """Raises ModelError for a bidirectional language model, whose tokens would attend to their targets. With `packed` PlanError for one
-    whose documents in a pack, given by positions alone, attend to the document before them.
-
-    Tried with eight tokens on `device`: another last token must not change the logits before it, and of two documents of four tokens the
-    second must have the same logits as alone.
-    """
+    whose documents in a pack, given by positions alone, attend to the document before them. Tried with eight tokens on `device`: another
+    last token must not change the logits before it, and of two documents of four tokens the second must have the same logits as alone."""
 
     def trial(small: Any, ids_BT: torch.Tensor) -> bool:
         changed_BT = ids_BT.clone()

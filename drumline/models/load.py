@@ -40,10 +40,8 @@ _NOT_TAKEN = "transformers does not take this", "model.config", ModelError, "men
 
 
 def load_config(path: str | None, model: ModelConfig) -> Any:
-    """The Hugging Face config with the values of `model.config`; `path` None: of these values alone (requires model_type).
-
-    Raises ModelError for a model_type, key or value that transformers does not take.
-    """
+    """The Hugging Face config with the values of `model.config`; `path` None: of these values alone (requires model_type). Raises
+    ModelError for a model_type, key or value that transformers does not take."""
     from transformers import AutoConfig, PreTrainedConfig
 
     check_counts(model.config, "model.config")

@@ -9,10 +9,8 @@ from torch import nn
 
 
 def canonical_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """`model.<fqn>` → the model's tensor, for each trainable parameter (tied ones once, under the first name) and persistent buffer.
-
-    Frozen parameters are left out: building the model again gives them.
-    """
+    """`model.<fqn>` → the model's tensor, for each trainable parameter (tied ones once, under the first name) and persistent buffer. Frozen
+    parameters are left out: building the model again gives them."""
     tensors = {f"model.{name}": parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
     return tensors | {f"model.{name}": buffer for name, buffer in _persistent(model)}
 

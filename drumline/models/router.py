@@ -60,11 +60,9 @@ def trains_router(model: Any) -> bool:
 
 
 def router_of(model: Any) -> RouterLoss | None:
-    """(each layer's router logits, batch) → `router_loss` as the model's config sets it; None where it is off.
-
-    Tried on a small copy: one row must give transformers' `aux_loss`, with transformers' coefficient. Raises ModelError if it does not: the
-    run would train another loss than the model's, or none.
-    """
+    """(each layer's router logits, batch) → `router_loss` as the model's config sets it; None where it is off. Tried on a small copy: one
+    row must give transformers' `aux_loss`, with transformers' coefficient. Raises ModelError if it does not: the run would train another
+    loss than the model's, or none."""
     if not trains_router(model):
         return None
     text = model.config.get_text_config()

@@ -25,10 +25,8 @@ TRIED_SIDE = 64  # pixels, of models that take any size
 
 
 class ValueHead(nn.Linear):
-    """The value of each token, a linear function of the hidden states that the policy's head reads.
-
-    It starts at zero: the first values are 0, and they send no gradient into the trunk. A random head would change the policy by noise.
-    """
+    """The value of each token, a linear function of the hidden states that the policy's head reads. It starts at zero: the first values are
+    0, and they send no gradient into the trunk. A random head would change the policy by noise."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         with drawing(None, torch.device(device).type):
@@ -88,11 +86,9 @@ def last_token_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
 
 
 def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -> torch.Tensor:
-    """float[B, C] of a batch of texts or images; of sequences cut over ranks (`sequence`) the same on all of these.
-
-    A text without attention mask is for a decoder, whose head reads the last token (`last_B`). That is found by its place and not by the
-    padding id, so a text may end in that id.
-    """
+    """float[B, C] of a batch of texts or images; of sequences cut over ranks (`sequence`) the same on all of these. A text without
+    attention mask is for a decoder, whose head reads the last token (`last_B`). That is found by its place and not by the padding id, so a
+    text may end in that id."""
     inputs = batch.inputs() if sequence is None else sequence.inputs(batch)
     parts = None if reads_images(model) or getattr(batch, "attention_mask_BT", None) is not None else last_token_head(model)
     if parts is None:
@@ -124,11 +120,9 @@ def grey_image(config: Any, device: Any, side: int | None = None) -> torch.Tenso
 
 
 def is_bidirectional(model: Any) -> bool:
-    """Whether a text classifier attends to later tokens, so that its batches need an attention mask. `model` may be on meta.
-
-    Tried on a small copy. A bidirectional model must obey the mask; the head of any other must read the last token. Raises ModelError
-    where it does not.
-    """
+    """Whether a text classifier attends to later tokens, so that its batches need an attention mask. `model` may be on meta. Tried on a
+    small copy. A bidirectional model must obey the mask; the head of any other must read the last token. Raises ModelError where it does
+    not."""
 
     def trial(small: Any, ids_BT: torch.Tensor) -> tuple[bool, bool]:
         ids_BT = (ids_BT + 16) % small.config.get_text_config().vocab_size  # low ids have special meanings

@@ -64,10 +64,8 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Values:
-    """The values for a model on the meta device, after the transforms have sharded it.
-
-    `device`: cpu or cuda:N. `seed`: of fresh adapters. `checkpoint_keys`: names to leave empty, since a checkpoint fills them.
-    """
+    """The values for a model on the meta device, after the transforms have sharded it. `device`: cpu or cuda:N. `seed`: of fresh adapters.
+    `checkpoint_keys`: names to leave empty, since a checkpoint fills them."""
 
     source: Source
     device: str
@@ -128,10 +126,8 @@ class FromFiles:
 
 
 def copy_part(tensor: torch.Tensor, source: Any) -> None:
-    """Fill a tensor from `source`, an unsharded tensor or slice object of safetensors; a DTensor takes its local part.
-
-    Under FSDP2 × TP a part is contiguous too: the rows of one tensor-parallel rank, cut again.
-    """
+    """Fill a tensor from `source`, an unsharded tensor or slice object of safetensors; a DTensor takes its local part. Under FSDP2 × TP a
+    part is contiguous too: the rows of one tensor-parallel rank, cut again."""
     local, offset = tensor, (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -145,10 +141,8 @@ def copy_part(tensor: torch.Tensor, source: Any) -> None:
 
 def from_files(path: str, source: ModelConfig, model: Any, fresh: frozenset[str] = frozenset()) -> FromFiles:
     """The source of `model` (whole, on the meta device) in the safetensors files of a folder or hub id, with the options of `source`.
-
     Raises Whole if the files' names and shapes do not match those of the model one to one; it leaves tensors of `fresh` out if they are
-    missing or have another shape.
-    """
+    missing or have another shape."""
     stored = _renamed(model, _stored(path, source))
     places: dict[str, Stored] = {}
     for names in aliases(model):
@@ -175,10 +169,8 @@ def aliases(model: Any) -> list[list[str]]:
 
 
 def _renamed(model: Any, stored: list[Stored]) -> dict[str, Stored]:
-    """Stored tensors by the model's names; transformers has tables of old names.
-
-    Raises Whole if transformers would join, cut or transpose stored tensors.
-    """
+    """Stored tensors by the model's names; transformers has tables of old names. Raises Whole if transformers would join, cut or transpose
+    stored tensors."""
     from drumline.vendor.transformers import WeightRenaming, get_model_conversion_mapping
 
     changes = get_model_conversion_mapping(model)

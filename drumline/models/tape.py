@@ -31,11 +31,9 @@ OVERWRITES = {getattr(torch.ops.aten, name) for name in ("zero_", "fill_", "copy
 
 
 def lay_out_module(build: Build, seed: int, device: str) -> tuple[nn.Module, Source]:
-    """The module that `build` makes, on the meta device, and where its first weights come from.
-
-    Where its constructor looks at values (`.item()`), or makes weights that are not on the device of torch's context, it is built whole
-    in host memory on each rank instead, from the same seed, and moved to `device`; the reason is logged.
-    """
+    """The module that `build` makes, on the meta device, and where its first weights come from. Where its constructor looks at values
+    (`.item()`), or makes weights that are not on the device of torch's context, it is built whole in host memory on each rank instead, from
+    the same seed, and moved to `device`; the reason is logged."""
     tape = _Tape()
     # Made while transformers had replaced torch.linspace, torch's list of what a device context governs lacks it from then on.
     device_constructors.cache_clear()

@@ -66,10 +66,8 @@ class Vision:
         return grid[0] * grid[1] * grid[2] // self.merge**2
 
     def grid(self, path: str, origin: str) -> Grid:
-        """The grid of patches of an image, which is decoded, so that a damaged one is found before training.
-
-        Raises DataError that names `origin` (a row) and the path.
-        """
+        """The grid of patches of an image, which is decoded, so that a damaged one is found before training. Raises DataError that names
+        `origin` (a row) and the path."""
         from drumline.vendor.transformers import smart_resize
 
         image, size, patch = read_image(path, origin), self.processor.size, self.processor.patch_size
@@ -95,10 +93,8 @@ class Vision:
 
 
 def find_vision(config: Any, path: str | None, model: ModelConfig, max_pixels: int | None = None) -> Vision | None:
-    """The Vision of the model that a config describes; None for one of text alone. `max_pixels`: see data.image_max_pixels.
-
-    Raises ModelError for a vision-language model of a type that is not KNOWN, and for a folder without an image processor.
-    """
+    """The Vision of the model that a config describes; None for one of text alone. `max_pixels`: see data.image_max_pixels. Raises
+    ModelError for a vision-language model of a type that is not KNOWN, and for a folder without an image processor."""
     if not is_vision_language(config):
         return None
     if config.model_type not in KNOWN:
