@@ -1,8 +1,6 @@
-"""Configs of other tools: accelerate's, DeepSpeed's, Hugging Face-style training arguments → the same things in Drumline's words.
-
-Tables have a rule for each key (`accelerate`, `deepspeed`, `arguments`), and `groups` combines several keys. Nothing is dropped
-silently: a key without a meaning gets a note, one whose effect Drumline lacks is an error.
-"""
+"""Configs of other tools: accelerate's, DeepSpeed's, Hugging Face-style training arguments → the same things in Drumline's words. Tables
+have a rule for each key (`accelerate`, `deepspeed`, `arguments`), and `groups` combines several keys. Nothing is dropped silently: a key
+without a meaning gets a note, one whose effect Drumline lacks is an error."""
 
 from __future__ import annotations
 

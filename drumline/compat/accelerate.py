@@ -1,7 +1,5 @@
-"""An accelerate config file → strategy, processes, precision.
-
-Keys by accelerate 1.15 (`commands/config/config_args.py`, `commands/launch.py`).
-"""
+"""An accelerate config file → strategy, processes, precision. Keys by accelerate 1.15 (`commands/config/config_args.py`,
+`commands/launch.py`)."""
 
 from __future__ import annotations
 

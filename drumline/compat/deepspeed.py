@@ -1,7 +1,5 @@
-"""A DeepSpeed config, in a file of its own or inside another one → strategy zeroN, batch, rate and precision.
-
-Keys by DeepSpeed 0.19 (`deepspeed/runtime/constants.py`, `deepspeed/runtime/zero/config.py`), which is not imported here.
-"""
+"""A DeepSpeed config, in a file of its own or inside another one → strategy zeroN, batch, rate and precision. Keys by DeepSpeed 0.19
+(`deepspeed/runtime/constants.py`, `deepspeed/runtime/zero/config.py`), which is not imported here."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The typed Config: keys of the YAML, their defaults and their meaning. No torch here.
-
-Every class refuses unknown keys. A union (strategy, algorithm, data source) is discriminated by `kind`, and a bare string is short for
-`{kind: string}`. Descriptions go into `drumline schema` and from there into the user's editor.
-"""
+"""The typed Config: keys of the YAML, their defaults and their meaning. No torch here. Every class refuses unknown keys. A union (strategy,
+algorithm, data source) is discriminated by `kind`, and a bare string is short for `{kind: string}`. Descriptions go into `drumline schema`
+and from there into the user's editor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The planner's estimate of one layout: memory by category, seconds by category, bytes sent, and whether it fits. Pure.
-
-planner.cost.estimate computes them.
-"""
+planner.cost.estimate computes them."""
 
 from __future__ import annotations
 

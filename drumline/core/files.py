@@ -1,7 +1,5 @@
-"""Files and folders that appear whole under their name, or not at all. All raise OSError.
-
-The standard library alone: a rank that fails writes by it, too.
-"""
+"""Files and folders that appear whole under their name, or not at all. All raise OSError. The standard library alone: a rank that fails
+writes by it, too."""
 
 from __future__ import annotations
 

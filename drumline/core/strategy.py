@@ -1,7 +1,5 @@
-"""What a strategy's spec is: the section of the YAML, and the answers that the rest of the house asks it for. No torch here.
-
-Each answer has a default, that of copies of the model on all ranks, so that a strategy of a user's own overrides only what differs.
-"""
+"""What a strategy's spec is: the section of the YAML, and the answers that the rest of the house asks it for. No torch here. Each answer
+has a default, that of copies of the model on all ranks, so that a strategy of a user's own overrides only what differs."""
 
 from __future__ import annotations
 

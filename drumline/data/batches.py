@@ -1,7 +1,5 @@
-"""Token batches: rows of segments, padded to one width. B rows, T tokens.
-
-For preference pairs: P pairs, B = 2P rows, first those of the chosen answers, then those of the rejected ones.
-"""
+"""Token batches: rows of segments, padded to one width. B rows, T tokens. For preference pairs: P pairs, B = 2P rows, first those of the
+chosen answers, then those of the rejected ones."""
 
 from __future__ import annotations
 

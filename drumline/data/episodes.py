@@ -1,7 +1,4 @@
-"""Episodes of a rollout, and their micro-batches.
-
-N episodes, M tokens of the longest completion; B rows, T tokens.
-"""
+"""Episodes of a rollout, and their micro-batches. N episodes, M tokens of the longest completion; B rows, T tokens."""
 
 from __future__ import annotations
 

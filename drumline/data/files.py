@@ -1,8 +1,6 @@
-"""Rows of files, each with its line.
-
-Readers stream, so a file may be larger than memory (except a `.json` array). Each yields `(origin, values)`, where `origin` is `path:line`,
-or `path row N` (from 1) in a format without lines. A `.txt` file has documents separated by blank lines.
-"""
+"""Rows of files, each with its line. Readers stream, so a file may be larger than memory (except a `.json` array). Each yields `(origin,
+values)`, where `origin` is `path:line`, or `path row N` (from 1) in a format without lines. A `.txt` file has documents separated by blank
+lines."""
 
 from __future__ import annotations
 

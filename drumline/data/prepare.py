@@ -1,9 +1,6 @@
-"""From sources to a token cache: read, tokenise on several processes, hold out, pack, write.
-
-Rows are tokenised once, in order, into flat files; holding out and packing then only move ranges of them. Chunks of a large input go to
-new processes ("spawn": the caller may have threads of torch and tokenizers, which do not survive a fork), so a script that calls `prepare`
-needs `if __name__ == "__main__"`.
-"""
+"""From sources to a token cache: read, tokenise on several processes, hold out, pack, write. Rows are tokenised once, in order, into flat
+files; holding out and packing then only move ranges of them. Chunks of a large input go to new processes ("spawn": the caller may have
+threads of torch and tokenizers, which do not survive a fork), so a script that calls `prepare` needs `if __name__ == "__main__"`."""
 
 from __future__ import annotations
 

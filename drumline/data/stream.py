@@ -1,8 +1,6 @@
-"""The order of the samples, the samples of each rank, and the thread that collates them.
-
-The state of a data stream is one integer: the number of samples taken, over all epochs and ranks. Sample number p of a run is the same on
-any number of processes, so a run that resumes on another world size repeats and skips none.
-"""
+"""The order of the samples, the samples of each rank, and the thread that collates them. The state of a data stream is one integer: the
+number of samples taken, over all epochs and ranks. Sample number p of a run is the same on any number of processes, so a run that resumes
+on another world size repeats and skips none."""
 
 from __future__ import annotations
 

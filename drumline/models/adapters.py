@@ -1,8 +1,6 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) by PEFT, injected into a model in place: its class and its blocks stay the same.
-
-An adapted layer `q_proj` becomes PEFT's layer of that name with `base_layer` (frozen), `lora_A.default` and `lora_B.default`:
-y = base(x) + alpha / r · B(A(dropout(x))). B starts at zero, so a fresh adapter changes nothing.
-"""
+"""Low-rank adapters (LoRA, Hu et al. 2021) by PEFT, injected into a model in place: its class and its blocks stay the same. An adapted
+layer `q_proj` becomes PEFT's layer of that name with `base_layer` (frozen), `lora_A.default` and `lora_B.default`: y = base(x) + alpha / r
+· B(A(dropout(x))). B starts at zero, so a fresh adapter changes nothing."""
 
 from __future__ import annotations
 

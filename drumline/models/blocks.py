@@ -1,8 +1,6 @@
-"""The repeated blocks of a model (units of checkpointing, compilation, sharding and adapters), and its weights one by one.
-
-The planner counts by shapes, by what is trainable, and by how tensor parallelism cuts: a Hugging Face model's class and config have the
-style of each module.
-"""
+"""The repeated blocks of a model (units of checkpointing, compilation, sharding and adapters), and its weights one by one. The planner
+counts by shapes, by what is trainable, and by how tensor parallelism cuts: a Hugging Face model's class and config have the style of each
+module."""
 
 from __future__ import annotations
 

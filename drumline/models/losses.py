@@ -1,7 +1,5 @@
-"""Summed cross-entropy, and log-probabilities of tokens: from logits, and from a linear head without making all logits at once.
-
-Pure tensor functions. N tokens, V entries of the vocabulary, D width.
-"""
+"""Summed cross-entropy, and log-probabilities of tokens: from logits, and from a linear head without making all logits at once. Pure tensor
+functions. N tokens, V entries of the vocabulary, D width."""
 
 from __future__ import annotations
 

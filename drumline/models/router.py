@@ -1,7 +1,5 @@
-"""The loss that balances a mixture's experts (Fedus et al. 2022, equations 4 to 6), as a sum over documents.
-
-E experts, N = B × T tokens of a micro-batch.
-"""
+"""The loss that balances a mixture's experts (Fedus et al. 2022, equations 4 to 6), as a sum over documents. E experts, N = B × T tokens of
+a micro-batch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Heads that no language model has: a number for each token (scores of reward and value models, the value head of a policy), and classes.
-
-A score model is transformers' sequence classifier with one label: a trunk and the linear layer `score`. If the files (a causal LM's) lack
-its weight, the model's initialisation draws it. B samples, C classes, T tokens, D the width of the trunk.
-"""
+"""Heads that no language model has: a number for each token (scores of reward and value models, the value head of a policy), and classes. A
+score model is transformers' sequence classifier with one label: a trunk and the linear layer `score`. If the files (a causal LM's) lack its
+weight, the model's initialisation draws it. B samples, C classes, T tokens, D the width of the trunk."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Sequences cut over ranks: the inputs of each rank's model, and how results of the parts become results of the whole.
-
-B rows, T tokens of the whole sequence, t = T / parts of one part.
-"""
+"""Sequences cut over ranks: the inputs of each rank's model, and how results of the parts become results of the whole. B rows, T tokens of
+the whole sequence, t = T / parts of one part."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Shapes of well-known public models, for plans without the hub.
-
-Each row is from the model's config.json on the hub; tests compare the numbers of parameters with the published ones. Any other model is
-planned from its folder, from the hub, or by `model.shape`.
-"""
+"""Shapes of well-known public models, for plans without the hub. Each row is from the model's config.json on the hub; tests compare the
+numbers of parameters with the published ones. Any other model is planned from its folder, from the hub, or by `model.shape`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Any nn.Module laid out without memory. What its constructor did to each tensor is recorded, and played again where a part is needed.
-
-So a rank makes only what it holds, by whatever rules the module has (`reset_parameters`, `nn.init`, `apply`, copies of other weights),
-and every world size and strategy starts from the same weights: the i-th random call draws from a seed of its own.
-"""
+"""Any nn.Module laid out without memory. What its constructor did to each tensor is recorded, and played again where a part is needed. So a
+rank makes only what it holds, by whatever rules the module has (`reset_parameters`, `nn.init`, `apply`, copies of other weights), and every
+world size and strategy starts from the same weights: the i-th random call draws from a seed of its own."""
 
 from __future__ import annotations
 
