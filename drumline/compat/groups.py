@@ -142,8 +142,8 @@ def _data(sheet: Sheet) -> None:
             names = [file.value] if isinstance(file.value, str) else map(str, file.value)
             sheet.put(f"data.{part}", [{**_source(sheet, name), **rest} for name in names], file)
         elif "dataset_name" in old and (part == "train" or split in old):
-            words = {"id": "dataset_name", "name": "dataset_config", "split": split}
-            hub: dict[str, Any] = {"kind": "hub", **{key: str(old[name].value) for key, name in words.items() if name in old}}
+            keys = {"id": "dataset_name", "name": "dataset_config", "split": split}
+            hub: dict[str, Any] = {"kind": "hub", **{key: str(old[name].value) for key, name in keys.items() if name in old}}
             if "dataset_streaming" in old and flag(old["dataset_streaming"]):
                 hub["streaming"] = True
             sheet.put(f"data.{part}", [{**hub, **rest}], old["dataset_name"])
@@ -301,8 +301,7 @@ def _adapter(sheet: Sheet) -> None:
         if name in old:
             sheet.put(f"adapter.{key}", convert(old[name]), old[name])
     if (targets := old.get("lora_target_modules")) is not None:
-        whole_set = targets.value if targets.value in ("all-linear", "attention") else name_list(targets)
-        sheet.put("adapter.targets", whole_set, targets)
+        sheet.put("adapter.targets", targets.value if targets.value in ("all-linear", "attention") else name_list(targets), targets)
     if bits:
         sheet.put("adapter.quantize", bits[0].removeprefix("load_in_"), old[bits[0]])
 

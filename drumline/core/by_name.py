@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from drumline.errors import ConfigError
 
@@ -39,6 +39,12 @@ def find_object(path: str, base_dir: Path, where: str, thing: str = "class") -> 
             fix = f"it has {', '.join(sorted(there)[:8])}" if there else None
             raise ConfigError(f"{place} has no {thing} {name!r}{perhaps(part, there)}", where=where, fix=fix)
         found = getattr(found, part)
+    return _callable(found, path, where) if thing == "function" else found
+
+
+def _callable(found: Any, name: str, where: str) -> Any:
+    if not callable(found):
+        raise ConfigError(f"{name} is a {type(found).__name__}, not a function", where=where)
     return found
 
 
@@ -68,21 +74,17 @@ def find_function(name: str, group: str, base_dir: Path, where: str, thing: str,
     """A function by `module:function`, `file.py:function`, or the name that an installed package gives it in drumline.GROUP. `thing`: what
     an error calls it. Raises ConfigError for what cannot be found or imported, or is no function."""
     if ":" in name:
-        found = find_object(name, base_dir, where, "function")
+        function: Callable[..., Any] = find_object(name, base_dir, where, "function")
     elif point := entry_points(group).get(name):
-        found = imported(point.load, f"{thing} {name!r} of {package_of(point)}", where)
+        function = _callable(imported(point.load, f"{thing} {name!r} of {package_of(point)}", where), name, where)
     else:
         raise ConfigError(f"no installed package offers {thing} {name!r}{perhaps(name, entry_points(group))}", where=where, fix=fix)
-    if not callable(found):
-        raise ConfigError(f"{name} is a {type(found).__name__}, not a function", where=where)
-    return cast("Callable[..., Any]", found)
+    return function
 
 
 def call_object(path: str, base_dir: Path, where: str, options: dict[str, Any]) -> Any:
     """What the function of that name gives for its arguments by name. Raises ConfigError where it cannot be found or raises."""
     function = find_object(path, base_dir, where, "function")
-    if not callable(function):
-        raise ConfigError(f"{path} is a {type(function).__name__}, not a function", where=where)
     return imported(lambda: function(**options), path, where, doing="calling")
 
 

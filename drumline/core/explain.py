@@ -80,13 +80,11 @@ def explain(plan: Plan) -> str:
     predicted = plan.predicted
     if estimate := predicted.estimate:
         memory = estimate.memory
-        states = memory.parameters + memory.gradients + memory.optimizer
-        rows.append(("state a rank", f"{size(states)} of weights, gradients and moments"))
+        rows.append(("state a rank", f"{size(memory.parameters + memory.gradients + memory.optimizer)} of weights, gradients and moments"))
         rows.append(("peak a rank", f"{size(memory.reserved)} of {size(estimate.limit)}, in {memory.phase}"))
     if predicted.flops_per_token:
         rows.append(("FLOPs a token", f"{predicted.flops_per_token:.4g}"))
-    lines = [f"{name:<14} {value}" for name, value in rows]
-    return "\n".join(lines + [f"{'because':<14} {line}" for line in plan.why])
+    return "\n".join(f"{name:<14} {value}" for name, value in (*rows, *(("because", line) for line in plan.why)))
 
 
 def flow(value: Any) -> str:

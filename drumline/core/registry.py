@@ -54,7 +54,8 @@ def literal_kinds(model: type[BaseModel]) -> list[str]:
 
 def kinds(base: type[S]) -> dict[str, type[S]]:
     """Kind → spec, of all that are known. Raises ConfigError for a plug-in that cannot be imported."""
-    found = {**_built_in(base), **{name: _of_package(base, name) for name in entry_points(base.group)}, **_own.get(base, {})}
+    own = _built_in(base)
+    found = {**own, **{name: _of_package(base, name) for name in known_names(base.group, own) if name not in own}, **_own.get(base, {})}
     return dict(sorted(found.items(), key=lambda item: item[1].position))
 
 
@@ -104,10 +105,7 @@ def _built_in(base: type[S]) -> dict[str, type[S]]:
 @cache
 def _of_package(base: type[S], name: str) -> type[S]:
     point = entry_points(base.group)[name]
-    package = package_of(point)
-    if name in _built_in(base):
-        raise ConfigError(f"{package} offers a {base.thing} {name!r}, which is drumline's own name", where=package, fix="uninstall it")
-    return _checked(base, imported(point.load, f"the {base.thing} {name!r} of {package}", package), name)
+    return _checked(base, imported(point.load, f"the {base.thing} {name!r} of {package_of(point)}", package_of(point)), name)
 
 
 def _checked(base: type[S], spec: Any, kind: str) -> type[S]:

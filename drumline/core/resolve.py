@@ -78,8 +78,7 @@ def require(case: Case, roles: Mapping[str, RolePlan], data: DataPlan | None) ->
     if data is not None and data.train_samples < case.mesh.data_ranks:
         packs = f" (packs of {case.config.data.max_length} tokens)" if case.config.packs else ""
         what = f"{case.mesh.data_ranks} data ranks but only {data.train_samples} training samples{packs}"
-        fix = f"use --nproc {max(1, data.train_samples)}, more data, or data.packing=false"
-        raise PlanError(what, where="data.train", fix=fix)
+        raise PlanError(what, where="data.train", fix=f"use --nproc {max(1, data.train_samples)}, more data, or data.packing=false")
 
 
 def lay_out(

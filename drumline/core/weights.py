@@ -124,8 +124,7 @@ def largest_block(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -
 
 def _kinds(facts: ModelFacts, mine: Part) -> dict[int, int]:
     """The first of each kind of equal blocks, and how many there are. Equal ones share one tuple."""
-    first = facts.first_of_kind
-    return Counter(first[block] for begin, stop in mine.stages for block in range(begin, stop))
+    return Counter(facts.first_of_kind[block] for begin, stop in mine.stages for block in range(begin, stop))
 
 
 @lru_cache(maxsize=4096)

@@ -104,8 +104,7 @@ def _json(path: Path, name: str) -> Iterator[Raw]:
         yield from _jsonl(path, name)
         return
     text = "".join(line for _, line in _lines(path, name))
-    values = parse_json(text, name, DataError, lines=True, once=True)
-    for number, value in enumerate(values, 1):
+    for number, value in enumerate(parse_json(text, name, DataError, lines=True, once=True), 1):
         yield _row(value, f"{name} row {number}")
 
 

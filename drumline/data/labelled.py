@@ -139,8 +139,7 @@ def collate_images(cache: TokenCache, ids: Sequence[int], labels: tuple[str, ...
     if metas:
         images = [read_image(meta["path"], meta["origin"]) for _, meta in metas]
         tensor_BCHW[[place for place, _ in metas]] = torch.from_numpy(pixels(processor, images, channels))
-    numbers = _labels(cache, ids, labels)
-    return ImageBatch(tensor_BCHW, torch.tensor(numbers), len(metas))
+    return ImageBatch(tensor_BCHW, torch.tensor(_labels(cache, ids, labels)), len(metas))
 
 
 def _labels(cache: TokenCache, ids: Sequence[int], labels: tuple[str, ...]) -> list[int]:

@@ -320,6 +320,5 @@ def cut(starts: Ints, stops: Ints, capacity: int) -> tuple[Ints, Ints]:
     document = np.searchsorted(ends, firsts, side="right")
     shift = starts[document] - (ends[document] - (stops - starts)[document])
     segments = np.stack((firsts + shift, lasts + shift), axis=1)
-    sequences = -(-total // capacity)
-    offsets = np.searchsorted(firsts, np.arange(sequences, dtype=np.int64) * capacity)
+    offsets = np.searchsorted(firsts, np.arange(0, total, capacity, dtype=np.int64))
     return segments, np.append(offsets, len(segments)).astype(np.int64)

@@ -41,8 +41,7 @@ class GlobalOrder:
 
     def ids(self, start: int, stop: int) -> Ints:
         """Sample ids int64[stop - start] at global positions [start, stop)."""
-        positions = np.arange(start, stop, dtype=np.int64)
-        epochs, places = np.divmod(positions, self.size)
+        epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.size)
         if not self.shuffle:
             return places
         keys = _mix(_mix(np.full(len(places), self.seed % 2**64, np.uint64)) ^ epochs.astype(np.uint64))

@@ -105,7 +105,9 @@ def _weights_of(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple[Weigh
     of_blocks: list[list[Weight]] = [[] for _ in found]
     rest: list[Weight] = []
     modules, passed = dict(model.named_modules()), False
-    tied = None if reads_images(model) else _tied(model)
+    ends = (None, None) if reads_images(model) else vocabulary(model)
+    embedding, head = (None if layer is None else getattr(whole_layer(layer), "weight", None) for layer in ends)
+    tied = embedding if embedding is head else None
     for name, parameter in model.named_parameters():
         *path, last = name.split(".")
         around = [modules[".".join(path[: i + 1])] for i in range(len(path))]
@@ -148,12 +150,6 @@ def tower_flops(model: Any) -> float:
         times = 1 if "merger" in name else 0 if name == "pos_embed.weight" else patches
         total += times * parameter.numel() * (6 if parameter.requires_grad else 4 if trainable else 2)
     return total
-
-
-def _tied(model: Any) -> nn.Parameter | None:
-    """The weight that embedding and head share."""
-    embedding, head = (None if layer is None else getattr(whole_layer(layer), "weight", None) for layer in vocabulary(model))
-    return embedding if embedding is head else None
 
 
 def _styles(model: Any) -> dict[int, str]:

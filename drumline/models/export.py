@@ -253,12 +253,11 @@ def _logits(model: Any, plan: Plan) -> Any:
     """The logits of a few tokens (with an image for a vision-language model), float[1, T, V]; of a classifier float[1, C]."""
     if reads_images(model):
         grey = grey_image(model.config, "cpu", getattr(plan.config.algorithm, "image_size", None))
-        with torch.no_grad():
-            return model.eval()(pixel_values=torch.linspace(-2, 2, grey.numel()).view_as(grey)).logits
-    text = model.config.get_text_config()
-    length = min(16, getattr(text, "max_position_embeddings", None) or 16)
-    ids_BT = torch.arange(length)[None] % text.vocab_size
-    inputs = probe(model, ids_BT).inputs() if is_vision_language(model.config) else {"input_ids": ids_BT}
+        inputs = {"pixel_values": torch.linspace(-2, 2, grey.numel()).view_as(grey)}
+    else:
+        text = model.config.get_text_config()
+        ids_BT = torch.arange(min(16, getattr(text, "max_position_embeddings", None) or 16))[None] % text.vocab_size
+        inputs = probe(model, ids_BT).inputs() if is_vision_language(model.config) else {"input_ids": ids_BT}
     with torch.no_grad():
         return model.eval()(**inputs).logits
 

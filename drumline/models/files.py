@@ -49,7 +49,7 @@ def resolve(model: ModelConfig, on_progress: OnProgress) -> str | None:
     """
     if model.id is None:
         return None
-    folder = Path(model.id).expanduser()
+    folder, where = Path(model.id).expanduser(), f"model.id {model.id}"
     kind = "a package" if model.id.startswith(PREFIX) else "a local folder" if folder.is_dir() else None
     if kind is not None and model.revision is not None:
         raise ModelError(f"{kind} has no revisions", where=f"model.revision {model.revision}", fix="take model.revision out")
@@ -57,14 +57,13 @@ def resolve(model: ModelConfig, on_progress: OnProgress) -> str | None:
         return str(_from_package(model.id.removeprefix(PREFIX), on_progress))
     if folder.is_dir():
         if not (folder / "config.json").exists():
-            what = "this folder has no config.json"
-            raise ModelError(what, where=f"model.id {model.id}", fix="name a folder that save_pretrained or `drumline export` wrote")
+            fix = "name a folder that save_pretrained or `drumline export` wrote"
+            raise ModelError("this folder has no config.json", where=where, fix=fix)
         return str(folder)
     if folder.is_file():
-        where = f"model.id {model.id}"
         raise ModelError("this is a file, a folder is wanted", where=where, fix="name the folder that holds config.json and the weights")
     if folder.is_absolute() or model.id.startswith((".", "~")) or model.id.count("/") > 1:
-        raise ModelError("no such folder", where=f"model.id {model.id}", fix="mend the path; a hub id looks like owner/name")
+        raise ModelError("no such folder", where=where, fix="mend the path; a hub id looks like owner/name")
     return _on_hub(model.id, model.revision)
 
 
@@ -246,11 +245,7 @@ def check_counts(values: Any, where: str) -> None:
             left += [(str(name), inside) for name, inside in value.items() if not (latent and name == "head_dim")]
         elif isinstance(value, list):
             left += [(key, inside) for inside in value]
-        elif value is not None and SIZES.fullmatch(key) and not _is_size(value):
+        elif value is not None and SIZES.fullmatch(key) and not (type(value) in (int, float) and value >= 1 and value % 1 == 0):
             raise ModelError(f"{key} is {str(value)[:40]}, a whole number from 1 on is wanted", where=where, fix=fix)
         elif isinstance(value, int | float) and COUNTS.fullmatch(key) and value > MOST_PARTS:
             raise ModelError(f"{key} is {value:g}: no model has more than {MOST_PARTS}", where=where, fix=fix)
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int | float) and value is not True and value >= 1 and value % 1 == 0

@@ -22,8 +22,7 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
         if not below:
             known = [module for module, _ in model.named_modules() if module]
             guess = nearest(name, known)
-            top = ", ".join(module for module in known if module.count(".") <= 1)
-            fix = f"did you mean {guess}?" if guess else f"there are {top}"
+            fix = f"did you mean {guess}?" if guess else f"there are {', '.join(module for module in known if module.count('.') <= 1)}"
             raise ModelError(f"{type(model).__name__} has nothing called {name!r}", where=WHERE, fix=fix)
         for parameter in below:
             parameter.requires_grad_(False)

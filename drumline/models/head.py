@@ -200,8 +200,7 @@ class ForwardWithObjective(nn.Module):
 
     def forward(self, batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(loss sum, other sums). A plain tuple: DDP's static graph finds tensors there, but not in a dataclass."""
-        parts = split(self.model) if self.splits else None
-        made = outputs(self.model, batch, parts, self.sequence)
+        made = outputs(self.model, batch, split(self.model) if self.splits else None, self.sequence)
         out = objective(made, batch)
         # The router loss is for training alone, not for `Engine.infer`; the tokens of a trial have no weights.
         if self.router is None or not torch.is_grad_enabled() or not hasattr(batch, "token_weights"):

@@ -29,8 +29,7 @@ def own_build(plan: Plan) -> Callable[[], nn.Module]:
 
 def find_builder(model: ModelConfig, base_dir: Path) -> Callable[..., nn.Module]:
     """The function alone. Raises ConfigError where there is none."""
-    where = _where(model)
-    return find_function(model.builder or "", "models", base_dir, where, "the model", "install it, or write file.py:function")
+    return find_function(model.builder or "", "models", base_dir, _where(model), "the model", "install it, or write file.py:function")
 
 
 def _where(model: ModelConfig) -> str:

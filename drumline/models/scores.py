@@ -72,8 +72,7 @@ def language_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tu
 def extra_heads(model: Any) -> frozenset[str]:
     """Names of the tensors of heads that no language model has: files may lack them, and beside an adapter they are fully trainable."""
     if model.get_output_embeddings() is None:  # a classifier: all outside of the trunk, and a pooler, which masked language models lack
-        trunk = f"{model.base_model_prefix}."
-        return frozenset(name for name in model.state_dict() if not name.startswith(trunk) or ".pooler." in name)
+        return frozenset(name for name in model.state_dict() if not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name)
     return frozenset(name for name in model.state_dict() if name.startswith(f"{VALUE}."))
 
 
