@@ -55,26 +55,13 @@ def _module(built: object) -> nn.Module:
     return built
 
 
-@dataclass(frozen=True)
-class _Place:
+def _place(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory: which storage, and how it lies there. Not the tensor itself, which transforms swap."""
+    return tensor.detach() if tensor.is_meta else tensor
 
-    storage: torch.UntypedStorage
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Any:
-        """Of a tensor that has memory, the tensor."""
-        if not tensor.is_meta:
-            return tensor
-        return cls(tensor.untyped_storage(), tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-
-    @property
-    def key(self) -> int:
-        return self.storage._cdata
+def _key(place: torch.Tensor) -> int:
+    return place.untyped_storage()._cdata
 
 
 @dataclass(frozen=True)
@@ -110,19 +97,21 @@ class _Tape(TorchDispatchMode):
 
     def _note(self, frame: Any, event: str, _: Any) -> None:
         if event == "call" and frame.f_code in WHOLE:
-            args = tree_map_only(torch.Tensor, _Place.of, dict(frame.f_locals))
+            args = tree_map_only(torch.Tensor, _place, dict(frame.f_locals))
             self._record(WHOLE[frame.f_code], (), args, [], _keys(args["tensor"]), frozenset(), args["tensor"], draws=True)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = operator(*args, **(kwargs or {}))
-        args, kwargs, outs = tree_map_only(torch.Tensor, _Place.of, (args, kwargs or {}, [out]))
+        if operator is torch.ops.aten.detach.default:  # it reads no values; `_place` makes some
+            return out
+        args, kwargs, outs = tree_map_only(torch.Tensor, _place, (args, kwargs or {}, [out]))
         changes, given = frozenset[int](), _keys((args, kwargs))
         for position, argument in enumerate(operator._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 changes |= _keys(args[position] if position < len(args) else kwargs.get(argument.name))
-        first = _places(args)[0] if operator.overloadpacket in OVERWRITES else None
+        first = _tensors(args)[0] if operator.overloadpacket in OVERWRITES else None
         draws = torch.Tag.nondeterministic_seeded in operator.tags
-        self._record(operator, args, kwargs, _places(outs), changes, _keys(outs) - given, first, draws)
+        self._record(operator, args, kwargs, _tensors(outs), changes, _keys(outs) - given, first, draws)
         return out
 
     def _record(
@@ -130,8 +119,8 @@ class _Tape(TorchDispatchMode):
     ) -> None:
         """`changes`, `new`: keys of what is written in place, and of what is made. `first`: what is overwritten, of whatever it was."""
         given = _keys((args, kwargs))
-        if isinstance(first, _Place) and first.size.numel() * first.dtype.itemsize == first.storage.nbytes():
-            self.known.add(first.key)
+        if first is not None and first.is_meta and first.nbytes == first.untyped_storage().nbytes():
+            self.known.add(_key(first))
         self.lost |= given - self.known
         self.known |= new
         if not (changes or new):
@@ -149,7 +138,7 @@ class Played:
         self.calls, self.seed, self.lost = tape.calls, seed, tape.lost
         tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
         # As they are now: transforms replace them.
-        self.laid_out = {file_name(name): _Place.of(tensor) for name, tensor in tensors if tensor.is_meta}
+        self.laid_out = {file_name(name): _place(tensor) for name, tensor in tensors if tensor.is_meta}
         self.writers: dict[int, list[int]] = {}
         for index, call in enumerate(self.calls):
             for key in call.writes:
@@ -167,9 +156,9 @@ class Played:
             with torch.no_grad():
                 copy_part(tensor, self._play(self.laid_out[name], device))
 
-    def _needed(self, place: _Place) -> list[int]:
+    def _needed(self, place: torch.Tensor) -> list[int]:
         """The calls that had a part in a tensor, in order."""
-        keys, calls = [place.key], set[int]()
+        keys, calls = [_key(place)], set[int]()
         seen = set(keys)
         for key in keys:
             if key in self.lost or key not in self.writers:
@@ -180,33 +169,35 @@ class Played:
                 seen |= self.calls[index].reads
         return sorted(calls)
 
-    def _play(self, wanted: _Place, device: str) -> torch.Tensor:
+    def _play(self, wanted: torch.Tensor, device: str) -> torch.Tensor:
         storages: dict[int, torch.UntypedStorage] = {}
 
-        def real(place: _Place) -> torch.Tensor:
-            made = torch.empty(0, dtype=place.dtype, device=device)
-            if place.key not in storages:  # it is overwritten now
-                storages[place.key] = torch.empty(place.storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
-            return made.set_(storages[place.key], place.offset, place.size, place.stride)
+        def real(place: torch.Tensor) -> torch.Tensor:
+            if not place.is_meta:
+                return place
+            size, made = place.untyped_storage().nbytes(), torch.empty(0, dtype=place.dtype, device=device)
+            if _key(place) not in storages:  # it is overwritten now
+                storages[_key(place)] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+            return made.set_(storages[_key(place)], int(place.storage_offset()), place.size(), place.stride())
 
         for index in self._needed(wanted):
             call = self.calls[index]
-            args, kwargs = tree_map_only(_Place, real, (call.args, call.kwargs))
+            args, kwargs = tree_map_only(torch.Tensor, real, (call.args, call.kwargs))
             args, kwargs = tree_map_only(torch.device, lambda _: torch.device(device), (args, kwargs))
             with contextlib.nullcontext() if call.draws is None else drawing(derive(self.seed, call.draws), device):
                 out = call.operator(*args, **kwargs)
-            for place, made in zip(call.outs, (leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)), strict=False):
-                if isinstance(place, _Place) and place.key not in storages:
-                    if made.stride() != place.stride:
-                        made = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=device).copy_(made)
-                    storages[place.key] = made.untyped_storage()
+            for place, made in zip(call.outs, _tensors(out), strict=False):
+                if place.is_meta and _key(place) not in storages:
+                    if made.stride() != place.stride():
+                        made = torch.empty_strided(place.size(), place.stride(), dtype=place.dtype, device=device).copy_(made)
+                    storages[_key(place)] = made.untyped_storage()
         return real(wanted)
 
 
-def _places(values: Any) -> list[Any]:
-    return [value for value in tree_leaves(values) if isinstance(value, _Place | torch.Tensor)]
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _keys(values: Any) -> frozenset[int]:
     """Of the storages of all tensors without memory in there."""
-    return frozenset(value.key for value in tree_leaves(values) if isinstance(value, _Place))
+    return frozenset(_key(tensor) for tensor in _tensors(values) if tensor.is_meta)
