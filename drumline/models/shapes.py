@@ -195,6 +195,11 @@ def _short(name: str) -> str:
     return name.rpartition("/")[2].lower().replace("_", "-")
 
 
+def near(name: str) -> list[str]:
+    """Up to three known names that are similar to an unknown one."""
+    return difflib.get_close_matches(name.rpartition("/")[2].lower(), KNOWN, n=3, cutoff=0.5)
+
+
 def full_config(shape: ModelShape) -> dict[str, Any]:
     """The config values of a Llama of this shape."""
     return {
@@ -217,7 +222,7 @@ def with_config(known: Known, model: ModelConfig) -> ModelConfig:
 
 def unknown(name: str, reason: str) -> ModelError:
     """The error for a model whose shape is not known."""
-    guesses = difflib.get_close_matches(name.rpartition("/")[2].lower(), KNOWN, n=3, cutoff=0.5)
+    guesses = near(name)
     fix = (f"did you mean {' or '.join(guesses)}? Or " if guesses else "") + "write it out:"
     shape = "model.shape={layers: 32, hidden: 4096, heads: 32, kv_heads: 8, intermediate: 14336, vocabulary: 128256}"
     return ModelError(f"no shape is known of this model: {reason}", where=f"model {name}", fix=f"{fix} {shape}")
