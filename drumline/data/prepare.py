@@ -33,14 +33,6 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Folders of token caches, for TokenCache.open."""
-
-    train: Path
-    eval: Path | None
-
-
-@dataclass(frozen=True)
 class _Task:
     """One pass over some sources, and its caches: `folder`, and `holdout_folder` if rows are held out."""
 
@@ -66,10 +58,10 @@ def prepare(
     on_progress: Progress | None = None,
     vision: Vision | None = None,
     check: bool = False,
-) -> Prepared:
-    """The caches of `config.data`, made if they do not exist. `on_progress(phase, rows done, all rows if known)`. `vision`: that of a
-    vision-language model. `check`: verify the caches that exist, and make damaged ones again. Phases: "hash" (of the input), "tokenise",
-    "pack". Raises DataError for input that cannot be used, EnvironmentFault for a disk that cannot be written."""
+) -> DataPlan:
+    """What the caches of `config.data` hold, which are made if they do not exist. `on_progress(phase, rows done, all rows if known)`: the
+    phases are "hash" (of the input), "tokenise", "pack". `vision`: that of a vision-language model. `check`: verify the caches that exist,
+    and make damaged ones again. Raises DataError for input that cannot be used, EnvironmentFault for a disk that cannot be written."""
     progress = on_progress or (lambda phase, done, total: None)
     progress("hash", 0, None)
     tasks = _tasks(config, tokenizer_path, base_dir, vision)
@@ -81,17 +73,13 @@ def prepare(
                 shutil.rmtree(folder)
         if not task.done:
             _make(task, tokenizer_path, base_dir, progress)
-    return _prepared(tasks)
+    return _plan(tasks)
 
 
-def cached(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None = None) -> Prepared | None:
-    """The caches of `prepare` if all of them exist, else None."""
+def cached(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None = None) -> DataPlan | None:
+    """The same if all of the caches exist, else None."""
     tasks = _tasks(config, tokenizer_path, base_dir, vision)
-    return _prepared(tasks) if all(task.done for task in tasks) else None
-
-
-def _prepared(tasks: list[_Task]) -> Prepared:
-    return Prepared(tasks[0].folder, tasks[1].folder if len(tasks) > 1 else tasks[0].holdout_folder)
+    return _plan(tasks) if all(task.done for task in tasks) else None
 
 
 def _tasks(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None) -> list[_Task]:
@@ -113,13 +101,13 @@ def _tasks(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision |
     return tasks
 
 
-def data_plan(prepared: Prepared, config: Config, vision: Vision | None = None) -> DataPlan:
-    """What the token caches hold, for a plan."""
-    train = TokenCache.open(prepared.train)
-    held_out = TokenCache.open(prepared.eval) if prepared.eval else None
+def _plan(tasks: list[_Task]) -> DataPlan:
+    config, vision, train = tasks[0].config, tasks[0].vision, TokenCache.open(tasks[0].folder)
+    second = tasks[1].folder if len(tasks) > 1 else tasks[0].holdout_folder
+    held_out = TokenCache.open(second) if second else None
     return DataPlan(
-        train_cache=str(prepared.train),
-        eval_cache=str(prepared.eval) if prepared.eval else None,
+        train_cache=str(train.folder),
+        eval_cache=str(held_out.folder) if held_out else None,
         train_samples=len(train),
         train_tokens=int(train.lengths.sum()),
         eval_samples=len(held_out) if held_out else 0,
@@ -132,17 +120,17 @@ def data_plan(prepared: Prepared, config: Config, vision: Vision | None = None) 
     )
 
 
-def prompt_domains(prepared: Prepared | None, sources: list[Source]) -> set[str]:
+def prompt_domains(data: DataPlan | None, sources: list[Source]) -> set[str]:
     """The domains of the prompts to train on; those that `sources` name where nothing is prepared yet."""
-    if prepared is None:
+    if data is None:
         return set.union(*map(domains, sources))
-    train = TokenCache.open(prepared.train)
+    train = TokenCache.open(data.train_cache)
     return {train.meta(sample)["domain"] for sample in range(len(train))}
 
 
-def prompt_columns(prepared: Prepared) -> set[str]:
+def prompt_columns(data: DataPlan) -> set[str]:
     """The columns that every prompt has for the rewards."""
-    caches = [TokenCache.open(folder) for folder in (prepared.train, prepared.eval) if folder is not None]
+    caches = [TokenCache.open(folder) for folder in (data.train_cache, data.eval_cache) if folder is not None]
     return set.intersection(*(set(cache.meta(sample)) for cache in caches for sample in range(len(cache))))
 
 

@@ -220,15 +220,14 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
 
 def _data(config: Config, policy: Found, base: Path, notes: list[str]) -> DataPlan | None:
     """The prepared data; None where there is none yet: the planner then takes rows to be as long as they may be."""
-    from drumline.data.prepare import cached, data_plan
+    from drumline.data.prepare import cached
     from drumline.models.vision import vision_of
 
     if policy.path is None and config.model.tokenizer is None:
         return None
     try:
         vision = vision_of(config, policy.path, policy.hf_config)
-        prepared = cached(config, config.model.tokenizer or policy.path or "", base, vision)
-        return None if prepared is None else data_plan(prepared, config, vision)
+        return cached(config, config.model.tokenizer or policy.path or "", base, vision)
     except (DataError, ModelError) as error:
         notes.append(f"data: {error.what}")
         return None

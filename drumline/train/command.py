@@ -155,7 +155,6 @@ def convert(old: Path, output: Path | None) -> None:
 
 def prepare(config_path: Path, overrides: list[str]) -> None:
     """`drumline prepare`: tokenise and pack, outside of any launch."""
-    from drumline.data.prepare import data_plan
     from drumline.data.prepare import prepare as prepare_data
     from drumline.models.files import resolve
     from drumline.models.load import load_config
@@ -166,8 +165,7 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
     with bars(Console(stderr=True)) as on_progress:
         model_path = resolve(config.model, on_progress)
         vision = vision_of(config, model_path, load_config(model_path, config.model))
-        prepared = prepare_data(config, config.model.tokenizer or model_path or "", loaded.base_dir, on_progress, vision, check=True)
-    data = data_plan(prepared, config, vision)
+        data = prepare_data(config, config.model.tokenizer or model_path or "", loaded.base_dir, on_progress, vision, check=True)
     images = f", {data.images} images" if data.images else ""
     print(f"train  {data.train_samples} samples, {data.train_tokens} tokens{images}  {data.train_cache}")
     if data.eval_cache:

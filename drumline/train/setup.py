@@ -67,14 +67,13 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     vision = vision_of(config, policy.path, policy.hf_config)
     tokenizer_path = config.model.tokenizer or policy.path or ""
     if dry_run:
-        prepared = data_prepare.cached(config, tokenizer_path, base, vision)
+        data = data_prepare.cached(config, tokenizer_path, base, vision)
     else:
-        prepared = data_prepare.prepare(config, tokenizer_path, base, on_progress, vision)
+        data = data_prepare.prepare(config, tokenizer_path, base, on_progress, vision)
     if rollout is not None:
-        rewards.check(rollout.rewards, base.absolute(), None if prepared is None else data_prepare.prompt_columns(prepared))
+        rewards.check(rollout.rewards, base.absolute(), None if data is None else data_prepare.prompt_columns(data))
         if rollout.curriculum.kind == "weights":
-            require_domains(rollout.curriculum.weights, data_prepare.prompt_domains(prepared, config.data.train))
-    data = None if prepared is None else data_prepare.data_plan(prepared, config, vision)
+            require_domains(rollout.curriculum.weights, data_prepare.prompt_domains(data, config.data.train))
     machine = request.machine or detect()
     device = device_of(config, machine)
     cluster, why = cluster_here(config, machine, device, processes_of(config, machine, device, request.world_size))

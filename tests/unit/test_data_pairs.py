@@ -186,7 +186,7 @@ def cache(tmp_path: Path) -> TokenCache:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"train": [{"kind": "file", "path": "rows.jsonl"}], "max_length": 64, "cache_dir": str(tmp_path / "cache")}
     config = Config.model_validate({"algorithm": "reward", "data": data})
-    return TokenCache.open(prepare(config, str(tmp_path / "tokenizer"), tmp_path).train)
+    return TokenCache.open(prepare(config, str(tmp_path / "tokenizer"), tmp_path).train_cache)
 
 
 def test_a_batch_keeps_both_sides_of_a_pair(cache: TokenCache) -> None:

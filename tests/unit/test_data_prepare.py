@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -17,9 +17,21 @@ import pytest
 from drumline.core.config import Config
 from drumline.data import workers
 from drumline.data.cache import TokenCache, temporary_folder
-from drumline.data.prepare import Prepared, cached, prepare
+from drumline.data.prepare import cached
+from drumline.data.prepare import prepare as prepare_data
 from drumline.errors import ConfigError, DataError, EnvironmentFault
 from tests.tiny import CHATML, tiny_tokenizer
+
+
+class Folders(NamedTuple):
+    train: Path
+    eval: Path | None
+
+
+def prepare(*args: Any, **options: Any) -> Folders:
+    """The folders of the caches that are made."""
+    made = prepare_data(*args, **options)
+    return Folders(Path(made.train_cache), Path(made.eval_cache) if made.eval_cache else None)
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +246,8 @@ def test_a_second_call_is_a_hit(tmp_path: Path, tokenizer_dir: str) -> None:
     seen: list[str] = []
     assert prepare(wanted, tokenizer_dir, tmp_path, lambda phase, done, total: seen.append(phase)) == made
     assert seen == ["hash"] and made.train.stat().st_mtime_ns == before
-    assert cached(wanted, tokenizer_dir, tmp_path) == made == Prepared(made.train, made.eval)
+    found = cached(wanted, tokenizer_dir, tmp_path)
+    assert found is not None and (found.train_cache, found.eval_cache) == (str(made.train), str(made.eval))
 
 
 def test_what_counts_and_what_does_not(tmp_path: Path, tokenizer_dir: str) -> None:
@@ -313,7 +326,7 @@ def test_two_processes_prepare_at_once(tmp_path: Path, tokenizer_dir: str) -> No
         "import sys, pathlib; from drumline.core.config import Config; from drumline.data.prepare import prepare\n"
         "base = pathlib.Path(sys.argv[1]); config = Config.model_validate_json((base / 'config.json').read_text())\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
-        "made = prepare(config, sys.argv[2], base); print(made.train, made.eval)"
+        "made = prepare(config, sys.argv[2], base); print(made.train_cache, made.eval_cache)"
     )
     command = [sys.executable, "-c", code, str(tmp_path), tokenizer_dir]
     root = Path(__file__).parents[2]

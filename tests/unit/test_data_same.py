@@ -14,7 +14,7 @@ from drumline.core.load import load
 from drumline.core.plan import DataIdentity, Plan
 from drumline.data.cache import TokenCache, verify
 from drumline.data.fingerprint import identify, what_changed
-from drumline.data.prepare import data_plan, prepare
+from drumline.data.prepare import prepare
 from drumline.dist.start import Ranks
 from drumline.errors import CheckpointError, DataError
 from drumline.train.build import build
@@ -42,7 +42,7 @@ def prepared(config: Path, model: Path, rows: list[dict[str, Any]] | None = None
     if rows is not None:
         write_rows(config.parent / "train.jsonl", rows)
     over = [f"data.{key}={json.dumps(value)}" for key, value in data.items()]
-    return TokenCache.open(prepare(load(config, over).config, str(model), config.parent, check=check).train)
+    return TokenCache.open(prepare(load(config, over).config, str(model), config.parent, check=check).train_cache)
 
 
 def test_every_flipped_bit_is_found_by_the_rank_that_has_the_block(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_what_was_left_out_is_said(tmp_path: Path, model: Path) -> None:
     said = {}
     for policy in ("left", "drop"):
         loaded = load(config, [f"data.truncation={policy}", "data.max_length=150"])
-        said[policy] = data_plan(prepare(loaded.config, str(model), tmp_path), loaded.config).left_out
+        said[policy] = prepare(loaded.config, str(model), tmp_path).left_out
     assert said["left"][0].startswith("data.train: 3 of 35 rows cut at 150 tokens; 2 of 35 rows skipped: nothing to learn"), said
     assert said["left"][1] == "data.eval: 1 of 5 rows cut at 150 tokens"
     assert said["drop"][0] == "data.train: 3 of 35 rows dropped: longer than 150 tokens; 2 of 35 rows skipped: nothing to learn"

@@ -59,7 +59,7 @@ def vision_of(path: Path) -> Vision:
 def cache_of(folder: Path, vision: Vision, **data: Any) -> TokenCache:
     values = {"train": [{"kind": "file", "path": "rows.jsonl"}], "workers": 1, "max_length": 256, "cache_dir": str(folder / "cache")} | data
     config = Config.model_validate({"model": {"id": vision.path}, "data": values})
-    return TokenCache.open(prepare(config, vision.path, folder, vision=vision).train)
+    return TokenCache.open(prepare(config, vision.path, folder, vision=vision).train_cache)
 
 
 def built(folder: Path) -> Any:
