@@ -166,12 +166,11 @@ def _run(name: str, options: argparse.Namespace, work: Path, round_: int) -> dic
     run_dir = work / f"run-{round_}"
     command = [sys.executable, __file__, "--contender", name, "--work", str(work)]
     began = time.time()
-    with (work / f"{name}.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-    assert process.stdout is not None
-    out = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    with (work / f"{name}.log").open("w") as log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
+        assert process.stdout is not None
+        out = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         return {"failed": (out + (work / f"{name}.log").read_text())[-3000:] or f"exit code {process.returncode}"}
     if name == "drumline":

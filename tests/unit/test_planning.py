@@ -271,7 +271,7 @@ def texts_that_meet(figure: Any) -> list[tuple[str, str]]:
     [
         pytest.param([*LORA, "data.max_length=2048"], id="4090s", marks=pytest.mark.full),
         pytest.param([*EIGHT_B[:2], "--cluster", "8xh100-80g"], id="h100s", marks=pytest.mark.full),
-        pytest.param([*EIGHT_B[:2], "--cluster", "2x8xh100-80g"], id="hosts"),
+        pytest.param([*EIGHT_B[:2], "--cluster", "2x4xh100-80g"], id="hosts"),
     ],
 )
 def test_the_figure_is_readable(flags: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
