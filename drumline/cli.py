@@ -261,6 +261,20 @@ def calibrate(
 
 
 @app.command()
+def doctor(
+    place: Annotated[
+        str | None, typer.Argument(parser=_place, metavar="[CONFIG.yaml|RUN|LOG|-]", help="A config: before a run. A run or log: after it.")
+    ] = None,
+    bandwidth: Annotated[bool, typer.Option("--bandwidth", help="Before: also measure between every pair, against the catalog.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Check this host before a run, or say why a run failed: the cause, the line that shows it, and how to mend it."""
+    from drumline.doctor.command import doctor as run
+
+    raise typer.Exit(run(place, bandwidth, as_json))
+
+
+@app.command()
 def strategies(
     device: Annotated[str, typer.Option(help="cpu or cuda; some combinations require a GPU.")] = "cuda",
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,

@@ -253,6 +253,15 @@ def run_module(module: str, question: str = "", seconds: float | None = None, ke
     return done.returncode, done.stdout, done.stderr
 
 
+def output_of(command: Sequence[str], seconds: float) -> str | None:
+    """What a command prints; None where it is not there, fails, or takes longer than `seconds`."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
 def start_module(module: str, *arguments: str, keeps: Sequence[int]) -> subprocess.Popen[bytes]:
     """A module in a process and a session of its own. What it prints goes to standard error: standard output may be a table or a YAML that
     somebody reads. Raises OSError."""

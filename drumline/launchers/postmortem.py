@@ -116,7 +116,15 @@ def report(cause: RankEnd, ends: list[RankEnd]) -> str:
         lines += ["", "in consequence: " + "; ".join(f"{end.name} {end.message.splitlines()[0][:100]}" for end in consequences)]
     silent = [end for end in ends if end.rank != cause.rank and end.killed and not end.error]
     lines += [f"{end.name} {end.message}" for end in silent if end.suspended or cause.is_consequence]
-    return redact("\n".join(lines))
+    return redact("\n".join([*lines, *_mend(lines)]))
+
+
+def _mend(lines: list[str]) -> list[str]:
+    """What the doctor says of them, where it knows such an error."""
+    from drumline.doctor.diagnose import advice
+
+    known = advice("\n".join(line.strip() for line in lines))
+    return [] if known is None else ["", f"likely cause: {known.cause}", f"mend: {known.signature.mend}"]
 
 
 def _indent(lines: list[str]) -> list[str]:

@@ -32,14 +32,15 @@ MAY: dict[str, set[str]] = {
     "strategies": {"core", "dist", "models", "parallel", "telemetry"},
     "rl": {"core", "hardware", "dist", "data", "algorithms", "parallel", "telemetry"},
     "planner": {"core", "hardware", "telemetry", "report", "models", "data", "algorithms", "parallel", "strategies"},  # traces run engines
-    "launchers": {"core", "hardware", "telemetry"},
+    "launchers": {"core", "hardware", "telemetry", "doctor"},
+    "doctor": {"core", "hardware", "dist", "telemetry"},
     "train": {
         *("core", "hardware", "compat", "dist", "checkpoint", "telemetry", "report", "models", "data", "algorithms", "parallel"),
         *("strategies", "rl", "planner", "launchers"),
     },
     "bench": {"core", "hardware", "dist", "checkpoint", "telemetry", "report", "models", "launchers", "train"},
     "inference": {"core", "dist", "checkpoint", "telemetry", "report", "models", "data", "rl", "launchers", "train"},
-    "cli": {"cli_runs", "core", "report", "telemetry", "planner", "launchers", "train", "bench", "inference"},
+    "cli": {"cli_runs", "core", "report", "telemetry", "planner", "launchers", "train", "bench", "inference", "doctor"},
     "cli_runs": {"report", "launchers"},
     "__main__": {"cli"},
     "__init__": {"bench", "planner", "train", "inference"},  # each when it is asked for

@@ -1,0 +1,231 @@
+"""`drumline doctor RUN`: what the logs, events and dumps of a run, or the output of any program, say of why it failed."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import BinaryIO
+
+from drumline.core.redact import redact
+from drumline.doctor.signatures import Signature, signatures
+from drumline.errors import UserError
+from drumline.foreign import open_plain, read_object
+from drumline.telemetry.events import Step, read
+
+STDIN = "-"
+PIECE = 2**22  # bytes that are searched at once
+SHOWN = 300  # characters of a line of evidence
+LOGS = {".log", ".out", ".err", ".txt"}
+NO_LOGS = {"checkpoints", "export", "cache", "tensorboard"}  # folders of a run with none
+# Data are waited for where this part of the last steps went by so, and it was long enough for anybody to care.
+WAITED, WAITED_SECONDS, WAITED_STEPS = 0.3, 0.05, 20
+_ATTEMPT, _RANK_FILE = re.compile(r"attempt[-_](\d+)"), re.compile(r"rank-(\d+)\.|/(\d+)/std(?:err|out)\.log$")
+# `[rank3]:`, `[default3]:` (torchrun), `[Rank 3]`, `[1,3]<stderr>:` (mpirun), `3: ` (srun -l)
+_RANK_LINE = re.compile(r"\[(?:rank|default|Rank )(\d+)\]|^\[\d+,(\d+)\]<std|^ ?(\d+): |\"rank\": (\d+),")
+_DATE = re.compile(r"(\d{4}-\d\d-\d\d)[T_ ](\d\d:\d\d:\d\d(?:[.,]\d{1,6})?)")
+_GLOG = re.compile(r"\b[EWF](\d{1,2})(\d\d) (\d\d:\d\d:\d\d\.\d{1,6})")  # month and day, and no year
+_EVENT = re.compile(r'^\{"t": (\d+\.?\d*)')
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A line that a signature matches. `at`: unix seconds, None where nothing tells."""
+
+    path: str
+    line: int
+    text: str
+    attempt: int = 0
+    rank: int | None = None
+    at: float | None = None
+
+    @property
+    def place(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A signature that was found in an attempt: its first line, how many there were, on which ranks, and what it is a consequence of."""
+
+    signature: Signature
+    cause: str
+    evidence: Evidence
+    lines: int = 1
+    ranks: tuple[int, ...] = ()
+    follows: tuple[str, ...] = ()
+
+    def values(self) -> dict[str, object]:
+        """For JSON."""
+        one, where = self.signature, self.evidence
+        own = {"name": one.name, "kind": one.kind, "warning": one.warn, "cause": self.cause, "mend": one.mend}
+        seen = {"place": where.place, "text": where.text, "lines": self.lines, "attempt": where.attempt, "ranks": list(self.ranks)}
+        return {**own, **seen, "consequence_of": list(self.follows)}
+
+
+def diagnose(place: str) -> list[Finding]:
+    """The findings of a run folder, another folder of logs, a file, or standard input (`-`): of the newest attempt first, and in each the
+    causes before their consequences, the earliest first. Raises UserError where there is nothing to read."""
+    if place == STDIN:
+        found = list(search(sys.stdin.buffer, "<stdin>"))
+    else:
+        path = Path(place)
+        files = sorted(_logs(path)) if path.is_dir() else [path]
+        if not files:
+            raise UserError("no log is there", where=place, fix="name a run folder, a log file, or - for standard input")
+        found = [each for file in files for each in _of_file(file)]
+        if (path / "events.jsonl").is_file():
+            found += _slow_loader(path / "events.jsonl")
+    return ordered(found)
+
+
+def advice(text: str) -> Finding | None:
+    """The first cause that a text holds; None where only errors that no signature knows are in it."""
+    found = ordered(search(io.BytesIO(text.encode(errors="replace")), ""))
+    known = [each for each in found if not each.signature.warn and each.signature.kind != "unknown"]
+    return known[0] if known and not (known[0].follows or "any" in known[0].signature.after) else None
+
+
+def _logs(folder: Path) -> Iterator[Path]:
+    for path in folder.rglob("*"):
+        named = path.suffix in LOGS or path.name == "events.jsonl"
+        if named and path.is_file() and not NO_LOGS & set(path.relative_to(folder).parts[:-1]):
+            yield path
+
+
+def _of_file(path: Path) -> Iterator[tuple[Signature, re.Match[str], Evidence]]:
+    """What is in a file; a rank's lines without a time have that of its end."""
+    with open_plain(path, UserError) as file:
+        attempt, rank = (_ATTEMPT.search(str(path)), _RANK_FILE.search(str(path)))
+        number = next((int(group) for group in (rank.groups() if rank else ()) if group), None)
+        for signature, match, where in search(file, str(path)):
+            here = where.attempt or int(attempt[1] if attempt else 0)
+            on = number if where.rank is None else where.rank
+            yield signature, match, replace(where, attempt=here, rank=on, at=where.at or _end(path))
+
+
+def _end(log: Path) -> float | None:
+    """When a rank ended by its error: unix seconds. Without one when its log was last written to."""
+    noted = log.with_suffix(".json")
+    try:
+        return float(read_object(noted, UserError)["message"]["drumline"]["time"]) if noted.is_file() else log.stat().st_mtime
+    except (UserError, OSError, KeyError, TypeError, ValueError):
+        return None
+
+
+def search(file: BinaryIO, name: str) -> Iterator[tuple[Signature, re.Match[str], Evidence]]:
+    """Each line that a signature matches, once, by the first that does."""
+    first = 1
+    for text in _pieces(file):
+        lines: dict[int, tuple[Signature, re.Match[str]]] = {}
+        for signature in signatures():
+            for pattern in signature.match:
+                for match in pattern.finditer(text):
+                    lines.setdefault(text.rfind("\n", 0, match.end()) + 1, (signature, match))
+        for start in sorted(lines):
+            line = text[start : start + SHOWN * 8].partition("\n")[0]
+            yield *lines[start], _evidence(name, first + text.count("\n", 0, start), line)
+        first += text.count("\n")
+
+
+def _pieces(file: BinaryIO) -> Iterator[str]:
+    """The text of a file in pieces of whole lines, without colours."""
+    rest = b""
+    while piece := file.read(PIECE):
+        whole, end, rest = (rest + piece).rpartition(b"\n")
+        yield _plain(whole + end)
+    if rest:
+        yield _plain(rest)
+
+
+def _plain(text: bytes) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text.decode(errors="replace").replace("\r\n", "\n").replace("\r", " "))
+
+
+def _evidence(name: str, number: int, line: str) -> Evidence:
+    rank = _RANK_LINE.search(line)
+    attempt = re.search(r'"kind": "fault".*"attempt": (\d+)', line)
+    shown = redact(line.strip())
+    return Evidence(
+        name,
+        number,
+        shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}…",
+        int(attempt[1]) if attempt else 0,
+        next((int(group) for group in (rank.groups() if rank else ()) if group), None),
+        moment(line),
+    )
+
+
+def moment(line: str) -> float | None:
+    """The time that a line begins with, or names, in unix seconds; local time where it has no zone, this year where it has none."""
+    try:
+        if event := _EVENT.search(line):
+            return float(event[1])
+        if date := _DATE.search(line):
+            return datetime.fromisoformat(f"{date[1]}T{date[2].replace(',', '.')}").timestamp()
+        if short := _GLOG.search(line):
+            day = f"{datetime.now().year}-{int(short[1]):02}-{short[2]}"
+            return datetime.fromisoformat(f"{day}T{short[3][:15]}").timestamp()
+    except ValueError:
+        return None
+    return None
+
+
+def ordered(found: Iterable[tuple[Signature, re.Match[str], Evidence]]) -> list[Finding]:
+    """One finding a signature and attempt, and in which order to read them."""
+    groups: dict[tuple[int, str], list[tuple[Signature, re.Match[str], Evidence]]] = {}
+    for each in found:
+        groups.setdefault((each[2].attempt, each[0].name), []).append(each)
+    findings = []
+    for lines in groups.values():
+        lines.sort(key=lambda each: _when(each[2]))
+        signature, match, evidence = lines[0]
+        named = next((match for _, match, _ in lines if any(match.groupdict().values())), match)
+        ranks = sorted({where.rank for _, _, where in lines if where.rank is not None})
+        if len(lines) >= signature.least:
+            findings.append(Finding(signature, signature.explain(named), evidence, len(lines), tuple(ranks)))
+    return sorted((replace(each, follows=_causes(each, findings)) for each in findings), key=_turn)
+
+
+def _turn(finding: Finding) -> tuple[object, ...]:
+    signature = finding.signature
+    return (-finding.evidence.attempt, signature.warn, bool(finding.follows), signature.kind == "unknown", *_when(finding.evidence))
+
+
+def _when(where: Evidence) -> tuple[float, int, str, int]:
+    return (float("inf") if where.at is None else where.at, -1 if where.rank is None else where.rank, where.path, where.line)
+
+
+def _causes(finding: Finding, findings: list[Finding]) -> tuple[str, ...]:
+    there = [each.signature for each in findings if each.evidence.attempt == finding.evidence.attempt]
+    return tuple(other.name for other in there if finding.signature.follows(other))
+
+
+def _slow_loader(events: Path) -> Iterator[tuple[Signature, re.Match[str], Evidence]]:
+    """A line for a run whose steps waited for data."""
+    steps = [event for event in read(events) if isinstance(event, Step)][-WAITED_STEPS:]
+    if len(steps) < WAITED_STEPS:
+        return
+    waited, whole = (median(times) for times in ([step.data_s for step in steps], [step.seconds for step in steps]))
+    if waited >= max(WAITED_SECONDS, WAITED * whole):
+        text = f"the last {WAITED_STEPS} steps waited for data: {waited:.2f} s of {whole:.2f} s (medians)"
+        number = events.read_bytes().count(b"\n")
+        for signature, match, _ in search(io.BytesIO(text.encode()), ""):
+            yield signature, match, Evidence(str(events), number, text, at=steps[-1].t)
+
+
+def rank_without_log(run: Path) -> list[int]:
+    """Ranks of the plan that wrote no log in the newest attempt, though others did."""
+    try:
+        world = prod(read_object(run / "plan.json", UserError)["mesh"].values())
+    except (UserError, KeyError, TypeError, AttributeError):
+        return []
+    attempts = sorted((run / "logs").glob("attempt-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    there = {int(path.stem.removeprefix("rank-")) for path in attempts[-1].rglob("rank-*.log")} if attempts else set()
+    return [rank for rank in range(world) if rank not in there] if there else []
