@@ -160,9 +160,9 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     try:
         for name, command in commands.items():
             with (folder / f"{name}.out").open("wb") as out:
-                started.daemons[name] = subprocess.Popen(
-                    command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-                )
+                # They die with this process, however it ends.
+                tied, nowhere = ["setpriv", "--pdeathsig", "KILL", *command], subprocess.DEVNULL
+                started.daemons[name] = subprocess.Popen(tied, env=env, stdin=nowhere, stdout=out, stderr=out, start_new_session=True)
             if name == "munged":
                 _until((folder / "munge.socket").exists, folder, name)
         _until(lambda: started.call("sinfo", "-h", "-p", "work", "-t", "idle", "-o", "%D").stdout.strip() == "2", folder, "n2")

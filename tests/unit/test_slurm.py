@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from drumline.core.load import load, load_values
 from drumline.errors import ConfigError, EnvironmentFault
@@ -18,7 +20,7 @@ from drumline.launchers.slurm.script import script
 from drumline.launchers.slurm.spec import SlurmLauncher
 from drumline.train.command import _placed
 from drumline.train.setup import Request, make_plan
-from tests.harness import write_config
+from tests.harness import ROOT, write_config
 from tests.tiny import tiny_model_dir
 
 DATA = {"data": {"train": [{"kind": "digits"}]}}
@@ -154,3 +156,14 @@ def test_ends_are_read_from_the_notes_of_tasks(tmp_path: Path) -> None:
     assert (first.exitcode, first.host, first.message, first.name) == (-9, "n1", "killed by SIGKILL", "rank 0 on host n1")
     assert (second.exitcode, second.message) == (1, "lost: Node failure on n2")
     assert job._end(1, tmp_path, killed=True).killed
+
+
+@pytest.mark.parametrize("page", ["slurm.md", "slurm.zh.md"])
+def test_the_page_s_yaml_is_a_config(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    config = load_values({**DATA, **yaml.safe_load(block)}, []).config
+    assert isinstance(config.launch, SlurmLauncher) and config.launch.processes() == 32 and config.launch.time == "1-00:00:00"
+    assert len(config.launch.machine(config).devices) == 8
+    named = {key for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
+    assert named <= SlurmLauncher.model_fields.keys() and {"nodes", "requeue", "extra"} <= named
