@@ -135,7 +135,7 @@ class RankFork(subprocess.Popen[str]):
     """A rank of a forked launcher: in place of fork and exec, a fork that goes on as the module after `-m` of its command."""
 
     def _execute_child(self, *given: Any) -> None:
-        command, env, pipes = list(map(str, given[0])), given[6], given[10:16]
+        command, env, pipes = list(map(str, given[0])), given[6] or dict(os.environ), given[10:16]
         read, _, _, out, _, err = pipes
         pid = os.fork()
         if pid == 0:
@@ -170,6 +170,7 @@ def become(module: str, arguments: list[str], env: dict[str, str], streams: tupl
         sys.argv = [module, *arguments]
         handler = importlib.import_module(HANDLER)
         handler.Popen = RankFork  # type: ignore[attr-defined]
+        importlib.import_module("drumline.core.process").Helper._execute_child = RankFork._execute_child
         warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0

@@ -34,11 +34,18 @@ class LauncherSpec(Spec):
     # Ranks run on other hosts, and whoever starts them there holds the run folder, by its lease.
     elsewhere: ClassVar[bool] = False
 
-    nproc: int | None = Field(None, gt=0, le=4096, description="Processes on this machine; null: one per GPU, or 1 without GPUs.")
+    nproc: int | None = Field(None, gt=0, le=4096, description="Processes of each host; null: one per GPU, or 1 without GPUs.")
     max_restarts: int = Field(3, ge=0, le=10**6, description="Restarts after a rank fails; progress resets the count.")
-    port: int | None = Field(None, gt=0, lt=65536, description="Rendezvous port on loopback; null: any free port.")
+    port: int | None = Field(
+        None, gt=0, lt=65536, description="Rendezvous port, on loopback where all ranks are on this machine; null: any free port."
+    )
     grace_seconds: Seconds = Field(60.0, description="Time for the ranks to save after SIGTERM, before they are killed.")
     timeout_seconds: Seconds = Field(600.0, description="A collective that takes longer than this fails.")
+    interface: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,63}$",
+        description="The network interface between hosts, for gloo and NCCL; null: that of the route to the other hosts.",
+    )
 
     def rank_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Where this process is one rank of several already: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. It then joins the
@@ -52,6 +59,10 @@ class LauncherSpec(Spec):
     def machine(self, config: Config) -> Machine | None:
         """A host that ranks run on, to plan for; None: this one. Raises EnvironmentFault where nobody knows what it has."""
         return None
+
+    def host_ranks(self) -> tuple[int, ...]:
+        """How many ranks each host has; nothing where all are on this one, or another program knows."""
+        return ()
 
     def submission(self, plan: Plan, plan_path: Path, resume: str | None) -> str:
         """What `start` would hand to another program, for --dry-run; empty where it hands over nothing."""
@@ -69,6 +80,9 @@ class LauncherSpec(Spec):
 
     def require(self) -> None:
         """Raises EnvironmentFault where ranks could not be started, before the run folder is made."""
+
+    def compare(self, plan: Plan, early: Any) -> None:
+        """Raises EnvironmentFault where hosts differ in what the plan needs. The lease of the run folder is held, and nothing is in it."""
 
     def start(
         self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: OnOutOfMemory, early: Any

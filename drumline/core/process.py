@@ -23,19 +23,22 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 LOOK_SECONDS = 0.2
+LAST_SECONDS = 1.0  # a process that it has started may have its standard error
+SECRET_COMES = "DRUMLINE_STDIN"  # a variable of ranks: the first line of standard input is the secret of their store
+PIPE = subprocess.PIPE
 
 
 @dataclass(frozen=True)
@@ -269,7 +272,50 @@ def start_module(module: str, *arguments: str, keeps: Sequence[int]) -> subproce
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=keeps, start_new_session=True)
 
 
-def exit_code(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+def run_command(command: Sequence[str]) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a command. Raises OSError."""
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, stdin=subprocess.DEVNULL)
+    return done.returncode, done.stdout, done.stderr
+
+
+class Helper(subprocess.Popen[str]):
+    """A process in a session of its own; each line that it writes to standard error goes to `on_line`, from another thread."""
+
+    def __init__(self, command: Sequence[str], folder: str | None, on_line: Callable[[str], None]) -> None:
+        super().__init__(
+            command, stdin=PIPE, stdout=subprocess.DEVNULL, stderr=PIPE, text=True, errors="replace", cwd=folder, start_new_session=True
+        )
+        self._on_line, self._last = on_line, ""
+        self._reader = threading.Thread(target=self._read, daemon=True, name="drumline-helper")
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.stderr is not None
+        for line in self.stderr:
+            if line.strip():
+                self._last = line.strip()
+                self._on_line(self._last)
+
+    def tell(self, line: str) -> None:
+        """A line for its standard input, which stays open. Nothing where it has ended."""
+        assert self.stdin is not None
+        with suppress(BrokenPipeError):
+            self.stdin.write(f"{line}\n")
+            self.stdin.flush()
+
+    def last(self) -> str:
+        """The last line of one that has ended."""
+        self._reader.join(LAST_SECONDS)
+        return self._last
+
+    def end(self) -> None:
+        """Kill it, if it has not ended."""
+        if self.poll() is None:
+            self.kill()
+        self.wait()
+
+
+def exit_code(process: subprocess.Popen[Any], seconds: float) -> int | None:
     """Of a process that ends within so many seconds; None where it does not."""
     try:
         return process.wait(seconds)

@@ -60,6 +60,10 @@ class LauncherSignals(Signals):
         if self._around is not None and self._around.number:
             raise Interrupted(self._around.number)
 
+    def note(self, number: int) -> None:
+        """A signal that came to the launcher, in the agent of one of its hosts."""
+        self._note(number, None)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.number:
             self.at_once |= number == signal.SIGINT
@@ -81,6 +85,7 @@ class Interrupted(BaseException):
 
     def __init__(self, number: int) -> None:
         super().__init__(f"{signal.Signals(number).name}: nothing was lost")
+        self.number = number
 
 
 class Stoppable(Signals):

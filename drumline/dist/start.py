@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from drumline.core.network import CHOOSE, addresses, interface_of, interface_to, is_loopback
+from drumline.core.process import SECRET_COMES
 from drumline.errors import EnvironmentFault
 from drumline.foreign import first_line
 from drumline.vendor.torch import abort_process_group
@@ -24,8 +26,10 @@ from drumline.vendor.torch import abort_process_group
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 INTERFACE = "lo" if sys.platform == "linux" else "lo0"  # of loopback; lo0 on macOS
 CONNECT = timedelta(minutes=10)  # for rank 0 to be there: hosts of one job start minutes apart
+ANSWER_SECONDS = 30.0  # for who listens at the port of rank 0 to be a store
 A_DAY = 24 * 3600.0  # for what rank 0 publishes: it may be preparing data
 POLL_SECONDS = 0.1
+CONNECT_SECONDS = 5.0  # for one try
 LEAVE_SECONDS = 2.0  # for tearing groups down after an error
 
 
@@ -61,11 +65,11 @@ def rendezvous() -> dist.Store:
         return dist.PrefixStore(str(_ended), _store) if _ended else _store
     ranks = Ranks.from_environment()
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    try:
-        socket.getaddrinfo(host, port)
-    except socket.gaierror:
+    if not addresses(host):
         fix = "give a name that resolves, or an IP address"
-        raise EnvironmentFault(f"the host {host!r} of rank 0 has no address", where="MASTER_ADDR", fix=fix) from None
+        raise EnvironmentFault(f"the host {host!r} of rank 0 has no address", where="MASTER_ADDR", fix=fix)
+    # Of the launcher's own store: who does not know it finds none of its keys.
+    secret = sys.stdin.readline().strip() if os.environ.pop(SECRET_COMES, "") else ""
     agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listens = ranks.rank == 0 and not agent_has_it
     try:
@@ -73,15 +77,46 @@ def rendezvous() -> dist.Store:
             # The store has no authentication and would listen on all interfaces.
             listener = socket.create_server(("127.0.0.1", port))
             tcp = dist.TCPStore(host, port, ranks.world_size, True, CONNECT, False, master_listen_fd=listener.detach(), use_libuv=False)
+        elif listens:
+            tcp = dist.TCPStore(host, port, ranks.world_size, True, CONNECT, False)
         else:
-            tcp = dist.TCPStore(host, port, ranks.world_size, listens, CONNECT, False)
+            tcp = _connected(host, port, ranks.world_size)
     except (OSError, RuntimeError) as error:
         taken = "EADDRINUSE" in str(error) or "Address already in use" in str(error)
         what = f"port {port} is taken" if taken else f"no rendezvous at {host}:{port}: {first_line(error)}"
         raise EnvironmentFault(what, where="MASTER_PORT", fix="choose another port") from None
+    store = dist.PrefixStore(secret, tcp) if secret else tcp
     # Another's store may have seen starts before this one; one that rank 0 made is new.
-    _store = dist.PrefixStore(f"drumline-{_round(tcp, ranks) if agent_has_it else 'first'}", tcp)
+    _store = dist.PrefixStore(f"drumline-{_round(store, ranks) if agent_has_it else 'first'}", store)
     return _store
+
+
+def _connected(host: str, port: int, world_size: int) -> dist.TCPStore:
+    """Rank 0's store, once it is there. Raises EnvironmentFault where something else has the port: torch would wait silently."""
+    until = time.monotonic() + CONNECT.total_seconds()
+    while True:
+        try:
+            socket.create_connection((host, port), CONNECT_SECONDS).close()
+            break
+        except OSError as error:
+            if time.monotonic() > until:
+                what = f"rank 0 is not there after {CONNECT.total_seconds():g} s: {error.strerror or error}"
+                raise EnvironmentFault(what, where=f"{host}:{port}", fix="start it, or open the port to this host") from None
+            time.sleep(POLL_SECONDS)
+    made: list[dist.TCPStore] = []
+
+    def connect() -> None:
+        with suppress(OSError, RuntimeError):  # it has gone again, or answers otherwise
+            made.append(dist.TCPStore(host, port, world_size, False, CONNECT, False))
+
+    # torch waits for an answer as long as it takes, whatever its time limit.
+    thread = threading.Thread(target=connect, daemon=True, name="drumline-connect")
+    thread.start()
+    thread.join(ANSWER_SECONDS)
+    if not made:
+        what = f"something listens at {host}:{port} that is not rank 0"
+        raise EnvironmentFault(what, where="MASTER_PORT", fix="choose another port")
+    return made[0]
 
 
 def _round(store: dist.Store, ranks: Ranks) -> str:
@@ -119,10 +154,11 @@ def _pause(until: float) -> None:
     time.sleep(POLL_SECONDS)
 
 
-def start(device: str, backend: str, timeout_seconds: float) -> Ranks:
+def start(device: str, backend: str, timeout_seconds: float, interface: str | None = None) -> Ranks:
     """Join the run: the default process group with gloo for CPU tensors and, on GPUs, NCCL for the rest. One process alone needs none.
 
-    A collective that waits longer than `timeout_seconds` fails. Raises EnvironmentFault where the rendezvous cannot be had.
+    A collective that waits longer than `timeout_seconds` fails. `interface`: the one between hosts; None: that of the route to rank 0's.
+    Raises EnvironmentFault where the rendezvous cannot be had.
     """
     ranks = Ranks.from_environment()
     if device == "cuda":
@@ -131,6 +167,9 @@ def start(device: str, backend: str, timeout_seconds: float) -> Ranks:
         return ranks
     if os.environ["MASTER_ADDR"] in LOOPBACK or os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.world_size):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", INTERFACE)
+    elif chosen := _between_hosts(interface):
+        for name in CHOOSE:
+            os.environ.setdefault(name, chosen)
     # What makes further groups (the device mesh, DeepSpeed) gives them none of its own; the defaults are 10 and 30 minutes.
     timeout = c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(
@@ -142,6 +181,13 @@ def start(device: str, backend: str, timeout_seconds: float) -> Ranks:
         device_id=torch.device("cuda", gpu(ranks)) if device == "cuda" else None,
     )
     return ranks
+
+
+def _between_hosts(wanted: str | None) -> str | None:
+    """The interface that leads to the host of rank 0, or has its address; None where that does not tell it."""
+    first = addresses(os.environ["MASTER_ADDR"])[:1]
+    here = None if not first or is_loopback(first[0]) else interface_of(first[0])
+    return here if wanted is None and here is not None else interface_to(first, wanted)
 
 
 def gpu(ranks: Ranks) -> int:

@@ -1,4 +1,4 @@
-"""torch's elastic agent for one attempt on one machine: it starts the ranks, keeps their logs and watches them.
+"""torch's elastic agent for one attempt on one host: it starts the ranks, keeps their logs and watches them.
 
 Its own restarts are not used (measured to hang: stale keys in the store) and its farewell is not either (30 s on SIGTERM):
 `local.py` starts a new agent with a new store for each attempt, and this one kills what is left as soon as a rank has failed.
@@ -12,21 +12,24 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import HashStore, TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from drumline.core.process import is_suspended
+from drumline.core.process import PIPE, SECRET_COMES, is_suspended
 from drumline.core.signals import LauncherSignals
 from drumline.errors import NotSaved
-from drumline.hardware.detect import usable_cores
+from drumline.hardware.detect import Groups, usable_cores
 from drumline.launchers.early import EarlyRanks
 from drumline.launchers.postmortem import RankEnd, read_error
 
@@ -40,22 +43,37 @@ SETTLE_SECONDS = 2.0
 TOGETHER = (3, 75, NotSaved.rank_code)
 
 
-class _OneHost(RendezvousHandler):
-    """A rendezvous with nobody else: the agent's own store stays in this process, the ranks' one listens on loopback.
+@dataclass(frozen=True)
+class Place:
+    """Which ranks of a run are this host's: those from `first` on. `address`, `port`: of the store where all ranks meet, which the launcher
+    holds; `secret`: what a rank must know to meet the others there."""
 
-    The launcher holds the ranks' store, not rank 0: the port is taken before anything starts and cannot be lost to another process
-    while rank 0 imports torch, and the store outlives any rank.
+    address: str
+    port: int
+    first: int
+    world_size: int
+    secret: str
+
+
+def open_store(listener: socket.socket) -> TCPStore:
+    """The ranks' store, on a socket that listens already.
+
+    The launcher holds it, not rank 0: the port is taken before anything starts and cannot be lost to another process while rank 0 imports
+    torch, and the store outlives any rank.
     """
+    address, port = listener.getsockname()[:2]
+    # torch's newer libuv server cannot be given a socket, and without one it would listen on all interfaces.
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=False)
 
-    def __init__(self, listener: socket.socket) -> None:
-        self.port = listener.getsockname()[1]
-        # torch's newer libuv server cannot be given a socket, and without one it would listen on all interfaces.
-        self.store: TCPStore | None = TCPStore(
-            "127.0.0.1", self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=False
-        )
+
+class _Meeting(RendezvousHandler):
+    """A rendezvous of agents with nobody else: its own store stays in this process. Ranks meet at the address of a store that is there."""
+
+    def __init__(self, address: str, port: int, store: TCPStore | None) -> None:
+        self.address, self.port, self.store = address, port, store
 
     def get_backend(self) -> str:
-        return "loopback"
+        return "drumline"
 
     @property
     def use_agent_store(self) -> bool:
@@ -63,7 +81,7 @@ class _OneHost(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", self.port))
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(self.address, self.port))
 
     def is_closed(self) -> bool:
         return False
@@ -87,9 +105,9 @@ class _Logs(LogsSpecs):
     """One file a rank: FOLDER/rank-R.log for its errors, .out for what it prints, .json for the exception that ended it. Each rank gets its
     share of the cores as threads, unless the user has set another."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first: int) -> None:
         super().__init__(str(folder))
-        self.folder = folder
+        self.folder, self.first = folder, first
 
     @property
     def root_log_dir(self) -> str:
@@ -97,7 +115,7 @@ class _Logs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         self.folder.mkdir(parents=True, exist_ok=True)
-        files = {end: {rank: str(self.folder / f"rank-{rank}{end}") for rank in envs} for end in (".out", ".log", ".json")}
+        files = {end: {rank: str(self.folder / f"rank-{self.first + rank}{end}") for rank in envs} for end in (".out", ".log", ".json")}
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // len(envs)))
         for rank, env in envs.items():
             env |= {"TORCHELASTIC_ERROR_FILE": files[".json"][rank], "OMP_NUM_THREADS": threads}
@@ -105,31 +123,38 @@ class _Logs(LogsSpecs):
 
 
 class Agent(LocalElasticAgent):
-    """Runs `command` (Python's arguments) on `nproc` ranks once."""
+    """Runs `command` (Python's arguments) on `nproc` ranks of this host once. `meeting`: a socket for a store of these ranks, or where
+    they meet those of other hosts."""
 
     def __init__(
         self,
         command: list[str],
         nproc: int,
-        listener: socket.socket,
+        meeting: socket.socket | Place,
         logs: Path,
         signals: LauncherSignals,
         grace: float,
         early: EarlyRanks | None = None,
     ) -> None:
-        self.host = _OneHost(listener)
+        if isinstance(meeting, socket.socket):
+            store = open_store(meeting)
+            meeting = Place("127.0.0.1", store.port, 0, nproc, "")
+        else:
+            store = None
+        self.place, self.meeting = meeting, _Meeting(meeting.address, meeting.port, store)
         spec = WorkerSpec(
             role="drumline",
             local_world_size=nproc,
             entrypoint=sys.executable,
             args=tuple(command),
-            rdzv_handler=self.host,
+            rdzv_handler=self.meeting,
             max_restarts=0,
             monitor_interval=MONITOR_SECONDS,
         )
-        super().__init__(spec, _Logs(logs), exit_barrier_timeout=1)
+        super().__init__(spec, _Logs(logs, meeting.first), exit_barrier_timeout=1)
         self.logs, self.signals, self.grace_seconds, self.early = logs, signals, grace, early
         self.killed: dict[int, bool] = {}  # by this agent: rank → whether it was suspended
+        self.elsewhere: set[int] = set()  # exit codes of ranks of other hosts, but 0
         self._ended: dict[int, float] = {}
         self._raised: dict[int, float] = {}
         self._forwarded = False
@@ -139,15 +164,24 @@ class Agent(LocalElasticAgent):
         """Start the ranks, wait until the last has gone, and return how each ended."""
         # The agent would turn these signals into an exception; the launcher has handlers of its own.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+        groups = Groups.of_this_process()
+        kills = groups.oom_kills()
         try:
             self.run()
         finally:
             self.kill()
-            self.host.shutdown()
-        return [self._end(rank, code) for rank, code in sorted(self._exitcodes().items())]
+            self.meeting.shutdown()
+        seen = (kills, groups.oom_kills())
+        return [self._end(rank, code, seen) for rank, code in sorted(self._exitcodes().items())]
 
     def kill(self) -> None:
-        """SIGKILL every rank that is left, and whatever ranks have started (each is the leader of a session of its own)."""
+        """SIGKILL every rank that is left, and whatever ranks have started, and wait for their end."""
+        self.strike()
+        for process in self._processes().values():
+            process.wait()
+
+    def strike(self) -> None:
+        """The same without waiting. Each rank is the leader of a session of its own."""
         for rank, process in self._processes().items():
             if process.poll() is None:
                 self.killed[rank] = is_suspended(process.pid)
@@ -155,20 +189,24 @@ class Agent(LocalElasticAgent):
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        for process in self._processes().values():
-            process.wait()
+
+    def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Worker]:
+        first, size = self.place.first, self.place.world_size
+        return [Worker(n, first + n, first + n, size, size) for n in range(spec.local_world_size)]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """The ranks that wait already, else new ones."""
-        if self.early is None:
-            return super()._start_workers(worker_group)
+        """The ranks that wait already, else new ones, which get the secret of the store."""
         usual = subprocess_handler.Popen
         try:
-            subprocess_handler.Popen = partial(self.early.take, usual)  # type: ignore[assignment, misc]
+            if self.early is not None:
+                subprocess_handler.Popen = partial(self.early.take, usual)  # type: ignore[assignment, misc]
+            elif self.place.secret:
+                subprocess_handler.Popen = partial(_with_secret, usual, self.place.secret)  # type: ignore[assignment, misc]
             return super()._start_workers(worker_group)
         finally:
             subprocess_handler.Popen = usual  # type: ignore[misc]
-            self.early.end()  # there were more than the plan has
+            if self.early is not None:
+                self.early.end()  # there were more than the plan has
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Forward the launcher's signals, and end the attempt the moment that it has failed.
@@ -177,7 +215,7 @@ class Agent(LocalElasticAgent):
         """
         self._forward()
         codes = self._exitcodes()
-        if any(codes.values()) or self._stuck():
+        if any(codes.values()) or self.elsewhere or self._stuck():
             self._settle()
             self.kill()
         elif self._kill_at is not None and time.monotonic() > self._kill_at:
@@ -188,7 +226,7 @@ class Agent(LocalElasticAgent):
 
     def _settle(self) -> None:
         """Wait for the other ranks: not after a kill, briefly after an error, as long as saving may take after an end on purpose."""
-        codes = set(self._exitcodes().values()) - {None, 0}
+        codes = (set(self._exitcodes().values()) | self.elsewhere) - {None, 0}
         if min(codes, default=0) < 0 and not self.signals.number:
             return
         until = time.monotonic() + (self.grace_seconds if codes & set(TOGETHER) else SETTLE_SECONDS)
@@ -219,17 +257,18 @@ class Agent(LocalElasticAgent):
         if self.signals.at_once:
             self._kill_at = 0.0
 
-    def _end(self, rank: int, code: int) -> RankEnd:
+    def _end(self, rank: int, code: int, kills: tuple[int | None, int | None]) -> RankEnd:
         error = read_error(self.logs / f"rank-{rank}.json")
         killed = rank in self.killed
         if killed and error:
             code = error["exit_code"]  # it had reported why it ends before we killed it
         at = error["time"] if error else self._ended[rank]
-        return RankEnd(rank, code, error, self.logs / f"rank-{rank}.log", killed, at, self.killed.get(rank, False))
+        return RankEnd(rank, code, error, self.logs / f"rank-{rank}.log", killed, at, self.killed.get(rank, False), kills)
 
     def _processes(self) -> dict[int, Any]:
-        context: Any = self._pcontext
-        return {} if context is None else {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+        """Rank of the run → its process."""
+        context, first = cast("Any", self._pcontext), self.place.first
+        return {} if context is None else {first + local: handler.proc for local, handler in context.subprocess_handlers.items()}
 
     def _exitcodes(self) -> dict[int, Any]:
         """Rank → exit code, None while it runs; the time (unix seconds) at which an end was first seen is kept."""
@@ -238,3 +277,11 @@ class Agent(LocalElasticAgent):
             if code is not None:
                 self._ended.setdefault(rank, time.time())
         return codes
+
+
+def _with_secret(usual: Callable[..., Any], secret: str, *, env: dict[str, str], **options: Any) -> Any:
+    """In the place of `usual`, which is Popen: a rank that reads the secret of its store from standard input (`dist.start`)."""
+    process = usual(env={**env, SECRET_COMES: "1"}, stdin=PIPE, **options)
+    with suppress(BrokenPipeError), process.stdin as pipe:  # it has died: that is seen soon
+        pipe.write(secret.encode() + b"\n")
+    return process

@@ -131,7 +131,6 @@ class Lease:
         print(f"\nerror: {self.run_dir}: {lost}", file=sys.stderr, flush=True)
         os._exit(1)
 
-
     def _stop_if_requested(self) -> None:
         """As by a signal to this process: its ranks, or this rank with the rest, save."""
         if (self.run_dir / STOP).read_text() == self.token:
@@ -192,6 +191,11 @@ def has_lease(token: str, run_dir: Path, seconds: float) -> bool:
         if time.monotonic() >= until:
             return False
         time.sleep(LOOK_SECONDS)
+
+
+def token_of(run_dir: Path) -> str | None:
+    """The token of the lease that is in a run folder."""
+    return _token(_read(run_dir / NAME) or b"")
 
 
 def _read(path: Path) -> bytes | None:

@@ -1,10 +1,10 @@
-"""The ranks of a plan, or of a script, on this machine: start, watch, start again from the newest checkpoint, leave nothing behind."""
+"""The ranks of a plan, or of a script: start, watch, start again from the newest checkpoint, leave nothing behind. On this machine, or
+wherever a launcher's `Ranks` start them."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,7 +15,7 @@ from drumline.core.plan import Plan
 from drumline.core.process import tied
 from drumline.core.signals import LauncherSignals
 from drumline.errors import NotSaved, UserError
-from drumline.hardware.detect import Groups, detect, free_bytes
+from drumline.hardware.detect import detect, free_bytes
 from drumline.launchers.environment import listen
 from drumline.launchers.postmortem import RankEnd, Restarts, exhausted, report, root_cause
 from drumline.telemetry.events import Emit, Eval, Event, EventLog, Fault, Restore, Save, Step, following, read, tail
@@ -37,6 +37,19 @@ class Ranks(Protocol):
         they print. Raises EnvironmentFault where they cannot be started."""
 
 
+class LocalRanks:
+    """Those of this machine."""
+
+    def __init__(self, nproc: int, port: int | None, grace: float, early: EarlyRanks | None) -> None:
+        self.nproc, self.port, self.grace, self.early = nproc, port, grace, early
+
+    def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
+        listener = listen(self.port)
+        from drumline.launchers.agent import Agent
+
+        return Agent(tied(*rank), self.nproc, listener, logs, signals, self.grace, self.early).attempt()
+
+
 def launch(
     plan: Plan,
     plan_path: Path,
@@ -56,31 +69,22 @@ def launch(
     port that is taken.
     """
     options, run_dir = plan.config.launch, Path(plan.run_dir)
-    nproc, events_path = plan.mesh.world_size, run_dir / "events.jsonl"
-    listener = None if ranks else listen(options.port)
+    events_path = run_dir / "events.jsonl"
+    ranks = ranks or LocalRanks(plan.mesh.world_size, options.port, options.grace_seconds, early)
     restarts = Restarts(options.max_restarts)
-    groups = Groups.of_this_process()
     with LauncherSignals(trial) as signals, tail(events_path, on_event):
         while True:
-            started, attempt, kills = time.time(), next_attempt(run_dir), groups.oom_kills()
+            past, attempt = len(read(events_path)), next_attempt(run_dir)
             rank = [worker, str(plan_path), *(["--resume", resume] if resume else [])]
-            logs = run_dir / "logs" / f"attempt-{attempt}"
-            if ranks is not None:
-                ends = ranks.attempt(rank, logs, signals)
-            else:
-                from drumline.launchers.agent import Agent
-
-                listener = listener or listen(options.port)
-                ends = Agent(tied(*rank), nproc, listener, logs, signals, options.grace_seconds, early).attempt()
-                listener = None
+            ends = ranks.attempt(rank, run_dir / "logs" / f"attempt-{attempt}", signals)
             signals.raise_swallowed()
             code = exit_code(ends, signals.number)
             if code is not None:
                 _report_end(ends, code, signals.number, plan)
                 return NotSaved.exit_code if code == NotSaved.rank_code else code
             cause = root_cause(ends)
-            reached, failed_at = _progress(events_path, started)
-            out, memory_line, again = exhausted(cause, (kills, groups.oom_kills())), None, ""
+            reached, failed_at = _progress(events_path, past)
+            out, memory_line, again = exhausted(cause), None, ""
             if signals.number:
                 reason: str | None = "asked to stop"
             elif out is not None:
@@ -121,9 +125,10 @@ def next_attempt(run_dir: Path) -> int:
     return max((int(path.name.removeprefix("attempt-")) for path in (run_dir / "logs").glob("attempt-*")), default=-1) + 1
 
 
-def _progress(events_path: Path, started: float) -> tuple[int, int]:
-    """The last step that any attempt finished, and the last one of the attempt that began at `started` (unix seconds); -1 for none."""
-    steps = [(event.step, event.t >= started) for event in read(events_path) if isinstance(event, MILESTONES)]
+def _progress(events_path: Path, past: int) -> tuple[int, int]:
+    """The last step that any attempt finished, and the last one of the attempt that began after `past` events; -1 for none. Not by their
+    times: hosts have clocks of their own."""
+    steps = [(event.step, number >= past) for number, event in enumerate(read(events_path)) if isinstance(event, MILESTONES)]
     return max((step for step, _ in steps), default=-1), ([step for step, mine in steps if mine] or [-1])[-1]
 
 

@@ -29,7 +29,8 @@ _CERTAIN = re.compile(r"(Type|Attribute|Name|NotImplemented|Import|ModuleNotFoun
 @dataclass(frozen=True)
 class RankEnd:
     """How one rank ended. `killed`: by the launcher, after another had failed; `suspended`: somebody had suspended it until then. `at`:
-    unix seconds of its error, or of its end. `host`: its name, where it ran on one of several hosts."""
+    unix seconds of its error, or of its end. `kills`: processes that the kernel of its host had killed because memory ran out, before the
+    attempt and after it. `host`: its name, and `lines`: the end of the log, where it ran on one of several hosts."""
 
     rank: int
     exitcode: int
@@ -38,7 +39,9 @@ class RankEnd:
     killed: bool = False
     at: float = 0.0
     suspended: bool = False
+    kills: tuple[int | None, int | None] = (None, None)
     host: str = ""
+    lines: tuple[str, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -74,7 +77,7 @@ class RankEnd:
         """It fell because another one had. A C++ exception that nobody caught ends in SIGABRT: what it was is in the log."""
         if self.killed and not self.error:
             return True
-        text = self.message if self.signal != "SIGABRT" else "\n".join(_tail(self.log, None))
+        text = self.message if self.signal != "SIGABRT" else "\n".join(log_lines(self, None))
         return any(phrase in text for phrase in CONSEQUENCES)
 
 
@@ -96,9 +99,9 @@ def root_cause(ends: list[RankEnd]) -> RankEnd:
     return min(blamed, key=lambda end: (end.signal in (None, "SIGABRT") or end.killed, not end.suspended, end.at, end.rank))
 
 
-def exhausted(cause: RankEnd, kills: tuple[int | None, int | None]) -> Exhausted | None:
-    """Whether memory ran out; `kills`: how many processes the kernel had killed for that before the attempt, and after it."""
-    before, after = kills
+def exhausted(cause: RankEnd) -> Exhausted | None:
+    """Whether memory ran out."""
+    before, after = cause.kills
     if cause.signal == "SIGKILL" and not cause.killed and before is not None and after is not None and after > before:
         return Exhausted(rank=cause.rank, during="", killed=True)
     return cause.exhausted
@@ -109,7 +112,7 @@ def report(cause: RankEnd, ends: list[RankEnd]) -> str:
     lines = [f"{cause.name}: {cause.message}" + (f" ({OUT_OF_MEMORY})" if cause.signal == "SIGKILL" and not cause.killed else "")]
     if cause.error and cause.error.get("traceback"):
         lines += ["", *_indent(cause.error["traceback"].rstrip().splitlines())]
-    tail = _tail(cause.log, without=cause.error)
+    tail = log_lines(cause, without=cause.error)
     lines += ["", f"last lines of {cause.log}:", *_indent(tail)] if tail else ["", f"its log: {cause.log}"]
     consequences = [end for end in ends if end.rank != cause.rank and end.exitcode != 0 and not end.killed]
     if consequences:
@@ -131,10 +134,12 @@ def _indent(lines: list[str]) -> list[str]:
     return [f"    {line}" for line in lines]
 
 
-def _tail(log: Path, without: dict[str, Any] | None) -> list[str]:
-    """The last lines of a log, less the traceback that is shown already."""
+def log_lines(end: RankEnd, without: dict[str, Any] | None) -> list[str]:
+    """The last lines of a rank's log, less the traceback that is shown already."""
+    if end.lines is not None:
+        return list(end.lines)
     try:
-        text = log.read_text(errors="replace").rstrip()
+        text = end.log.read_text(errors="replace").rstrip()
     except OSError:
         return []
     if without and without.get("traceback"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 from pathlib import Path
 from typing import Literal
 
@@ -60,10 +61,11 @@ def cluster_here(config: Config, machine: Machine, device: Literal["cpu", "cuda"
     `device`: what the run computes on, which may be the CPU of a host with GPUs."""
     if device != machine.device:
         machine = machine.without_devices()
-    measured = calibration_for(machine)
-    described = cluster_of(config.cluster, machine, world, measured)
-    here = cluster_of(None, machine, world, measured)
-    per_node = next(n for n in range(min(here.per_node, world), 0, -1) if world % n == 0)
+    measured, counts = calibration_for(machine), config.launch.host_ranks()
+    share = gcd(*counts) if sum(counts) == world else world  # of one host
+    described = cluster_of(config.cluster, machine, share, measured)
+    here = cluster_of(None, machine, share, measured)
+    per_node = next(n for n in range(min(here.per_node, share), 0, -1) if world % n == 0)
     here = replace(here, per_node=per_node, nodes=world // per_node)  # the first `world` devices, or as many such hosts as they need
     if described.world_size == world and described.device.kind == here.device.kind and described.device.name == here.device.name:
         return described, []

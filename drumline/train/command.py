@@ -131,6 +131,7 @@ def launch_ranks(request: Request, display: bool) -> tuple[Path, int]:
         launcher.require()
         with ExitStack() as claim:
             (claim if launcher.elsewhere else stack).enter_context(Lease(run_dir))
+            launcher.compare(plan, early)
             plan_path, start = claim_run_dir(plan, request)
         past = read(run_dir / "events.jsonl") if display else []
         on_event = stack.enter_context(Progress(Console(), past)).on_event if display else lambda event: None

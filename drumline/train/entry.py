@@ -35,7 +35,7 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
     started = time.time()
     events_path = Path(plan.run_dir) / "events.jsonl"
     with StopFlag() as stop_flag:
-        ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds)
+        ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds, plan.config.launch.interface)
         past = read(events_path)
         callbacks = Callbacks(plan.config.run.callbacks, Path(plan.base_dir), ranks.rank)
         reporter = MainReporter(plan, listener, callbacks) if ranks.rank == 0 else Reporter(callbacks)

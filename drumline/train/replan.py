@@ -43,7 +43,9 @@ def question(plan: Plan) -> Question:
     """What the planner knew when it made a plan, found out again: sizes from the model's config, this machine."""
     model = plan.config.model
     policy = Found(models.load_config(plan.model_path, model), model, plan.model_path)
-    cluster, _ = cluster_here(plan.config, detect(), plan.device, plan.mesh.world_size * plan.devices_per_rank)
+    cluster, _ = cluster_here(
+        plan.config, plan.config.launch.machine(plan.config) or detect(), plan.device, plan.mesh.world_size * plan.devices_per_rank
+    )
     return assemble(plan.config, policy, plan.roles, plan.data, cluster, processes=True)
 
 
@@ -140,7 +142,7 @@ class Replanner:
         plan = resolve(
             taken.config,
             run_dir=old.run_dir,
-            machine=detect(),
+            machine=old.config.launch.machine(old.config) or detect(),
             world_size=old.mesh.world_size,
             facts=request.facts,
             model_path=old.model_path,

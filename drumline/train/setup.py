@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from drumline.checkpoint.load import check, newest, read_state
+from drumline.core import network
 from drumline.core.config import Config
 from drumline.core.explain import default_run_dir, size
 from drumline.core.facts import ModelFacts
@@ -89,6 +91,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if not dry_run:
         plan.config.strategy.require(plan, on_progress)
     cluster, _ = cluster_here(config, machine, plan.device, plan.mesh.world_size * plan.devices_per_rank)
+    why = [*why, *network.why(os.environ, config.launch.timeout_seconds, config.launch.interface)]
     return predict(plan.model_copy(update={"why": [*why, *plan.why]}), question.facts, cluster)
 
 

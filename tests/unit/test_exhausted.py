@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +119,10 @@ def test_what_the_plan_was_short_of_makes_the_limit_smaller() -> None:
 
 
 def test_a_kill_counts_where_the_kernel_counts_it(tmp_path: Path) -> None:
-    killed = RankEnd(1, -9, None, Path("/nowhere"))
-    told = exhausted(killed, (3, 4))
+    killed = RankEnd(1, -9, None, Path("/nowhere"), kills=(3, 4))
+    told = exhausted(killed)
     assert told is not None and told.killed and told.rank == 1
-    assert exhausted(killed, (3, 3)) is None and exhausted(killed, (None, None)) is None
+    assert exhausted(replace(killed, kills=(3, 3))) is None and exhausted(replace(killed, kills=(None, None))) is None
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "memory.events").write_text("low 0\noom 5\noom_kill 2\n")
     assert Groups(tmp_path, "0::/job\n").oom_kills() == 2

@@ -1,0 +1,159 @@
+"""The agent of one host of several: `python -m drumline.launchers.hosts.agent`.
+
+Standard input brings one line of JSON: this host's name, the launcher's address and port, the secret, variables. It connects,
+says what this host has, and does what the launcher says: it starts ranks, hands signals on to them, and reports how they ended. When the
+launcher has gone, or has not heard of this host for a while, it kills its ranks and ends: nobody may write into the run folder then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from drumline.core.network import CHOOSE, interface_to
+from drumline.core.process import tied
+from drumline.core.signals import LauncherSignals
+from drumline.errors import EnvironmentFault, UserError
+from drumline.launchers.agent import Agent, Place
+from drumline.launchers.hosts.facts import digest, facts
+from drumline.launchers.hosts.link import AGENT_SECONDS, BEAT_SECONDS, CONNECT_SECONDS, Link, Message, call, store_secret
+from drumline.launchers.lease import has_lease
+from drumline.launchers.postmortem import RankEnd, log_lines
+
+SHARED_SECONDS = 10.0  # a network file system may take a moment to show another host's file
+LOOK_SECONDS = 0.2
+
+
+class HostRanks(Agent):
+    """The ranks of this host; the launcher learns of a failure before the other ranks have ended."""
+
+    link: Link
+
+    def _settle(self) -> None:
+        if not self.elsewhere:
+            ended = {code for code in self._exitcodes().values() if code}
+            self.link.send({"failed": sorted(ended or {1})})  # none: one that has raised hangs
+        super()._settle()
+
+
+class Host:
+    """This host, as long as there is a launcher."""
+
+    def __init__(self, link: Link, settings: Message, signals: LauncherSignals) -> None:
+        self.link, self.settings, self.signals = link, settings, signals
+        self.orders = queue.SimpleQueue[Message | None]()
+        self.ranks: HostRanks | None = None
+        self.elsewhere = defaultdict[str, set[int]](set)  # attempt → exit codes of failed ranks of other hosts
+        self.confirmed = time.monotonic()  # when the newest beat was sent that the launcher has heard
+
+    def serve(self) -> None:
+        """Do what the launcher says, until it says that this is the end."""
+        for work in (self._listen, self._beat, self._watch):
+            threading.Thread(target=work, daemon=True, name=f"drumline-host{work.__name__}").start()
+        self.link.send({"hello": self.settings["name"], **facts()})
+        while (order := self.orders.get()) is not None:
+            if order["do"] == "check":
+                self.link.send({"checked": self._check(order)})
+            elif order["do"] == "start":
+                self.link.send(self._start(order))
+
+    def _check(self, order: Message) -> dict[str, Any]:
+        return {
+            "shared": has_lease(order["lease"], Path(order["run_dir"]), SHARED_SECONDS),
+            "digests": {path: digest(Path(path)) for path in order["paths"]},
+        }
+
+    def _start(self, order: Message) -> Message:
+        """Run the ranks of an attempt to their end, and say how they ended."""
+        address, port = self.settings["address"], order["port"]
+        try:
+            socket.create_connection((address, port), CONNECT_SECONDS).close()
+        except OSError as error:
+            return {"refused": f"cannot reach port {port} of {address}, where ranks meet: {error.strerror or error}"}
+        secret = store_secret(self.settings["secret"], order["attempt"])
+        place = Place(address, port, order["first"], order["world_size"], secret)
+        ranks = HostRanks(tied(*order["rank"]), order["nproc"], place, Path(order["logs"]), self.signals, order["grace"])
+        ranks.link, ranks.elsewhere, self.ranks = self.link, self.elsewhere[order["attempt"]], ranks
+        try:
+            ends = ranks.attempt()
+        finally:
+            self.ranks = None
+        return {"ends": [_reported(end) for end in ends]}
+
+    def _listen(self) -> None:
+        while (message := self.link.receive()) is not None:
+            if "beat" in message:
+                self.confirmed = max(self.confirmed, message["beat"])
+            elif message["do"] == "signal":
+                self.signals.note(message["number"])
+            elif message["do"] == "elsewhere":
+                self.elsewhere[message["attempt"]].update(message["codes"])
+            else:
+                self.orders.put(None if message["do"] == "end" else message)
+                if message["do"] == "end" and self.ranks is None:
+                    return
+        self._leave("the launcher has gone")
+
+    def _beat(self) -> None:
+        while True:
+            self.link.send({"beat": time.monotonic(), "clock": time.time()})
+            time.sleep(BEAT_SECONDS)
+
+    def _watch(self) -> None:
+        """By itself, as a message may wait for a network that has gone."""
+        while time.monotonic() - self.confirmed < AGENT_SECONDS:
+            time.sleep(LOOK_SECONDS)
+        self._leave(f"the launcher has not heard of this host for {AGENT_SECONDS:g} s")
+
+    def _leave(self, why: str) -> None:
+        """Kill the ranks and end on the spot, whatever this process is at."""
+        if self.ranks is not None:
+            self.ranks.strike()
+        with suppress(OSError):
+            print(f"{why}: its ranks were killed", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _reported(end: RankEnd) -> Message:
+    return {**asdict(end), "log": str(end.log), "lines": log_lines(end, end.error)}
+
+
+def prepare(settings: Message) -> None:
+    """The environment that the launcher wants ranks to have, and the interface that leads to the other hosts."""
+    os.environ.update(settings["env"])
+    interface = interface_to(settings["peers"], settings["interface"])
+    if interface is not None:
+        for name in CHOOSE:
+            os.environ.setdefault(name, interface)
+
+
+def main() -> None:
+    settings: Message = json.loads(sys.stdin.readline() or sys.exit(UserError.exit_code))
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    try:
+        prepare(settings)
+        place = (settings["address"], settings["port"])
+        try:
+            link = call(*place, settings["secret"])
+        except OSError as error:
+            raise EnvironmentFault(f"cannot reach the launcher at {place[0]}:{place[1]}: {error.strerror or error}") from None
+    except UserError as error:
+        print(error.line(), file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    with LauncherSignals() as signals:
+        Host(link, settings, signals).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""A run on several hosts, reached by ssh."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, field_validator
+
+from drumline.core.launcher import LauncherSpec, OnOutOfMemory
+from drumline.core.plan import Plan
+from drumline.core.section import PathText
+from drumline.hardware.detect import Machine
+
+if TYPE_CHECKING:
+    from drumline.core.config import Config
+    from drumline.launchers.hosts.coordinator import Hosts
+
+# USER@NAME:DEVICES, or USER@[IPv6]:DEVICES. No name begins with a hyphen: ssh would take it for an option.
+HOST = re.compile(r"(?P<place>(?:[A-Za-z0-9_][\w.-]*@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+\]))(?::(?P<devices>[1-9]\d{0,3}))?")
+
+
+def _host(text: str) -> str:
+    if HOST.fullmatch(text) is None:
+        raise ValueError(f"{text!r} is no host: write a name, user@name, or name:8 for its number of devices")
+    return text
+
+
+class SSHLauncher(LauncherSpec):
+    """Hosts that ssh reaches without a password, with the same folders and packages on each."""
+
+    short: ClassVar[bool] = False
+    kind: Literal["ssh"] = "ssh"
+    hosts: Annotated[tuple[Annotated[str, AfterValidator(_host)], ...], Field(min_length=1, max_length=4096)] = Field(
+        description="The hosts, each perhaps with its number of devices: [a, b:8]; without one: nproc, or what the host has."
+    )
+    python: PathText | None = Field(None, description="The interpreter on the hosts; null: the path of this one.")
+    workdir: PathText | None = Field(None, description="The folder on the hosts that relative paths begin in; null: the path of this one.")
+    options: tuple[str, ...] = Field((), description="More arguments of ssh, such as [-i, KEY] or [-p, '2222'].")
+
+    @field_validator("hosts")
+    @classmethod
+    def _once(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        places = [_place(host) for host in hosts]
+        for place in places:
+            if places.count(place) > 1:
+                raise ValueError(f"{place} stands there twice: write it once, with its number of devices")
+        return hosts
+
+    @property
+    def places(self) -> list[str]:
+        """What ssh calls each host."""
+        return [_place(host) for host in self.hosts]
+
+    def count(self, host: str, devices: int) -> int:
+        """Ranks of one of `hosts`, which has so many GPUs."""
+        match = HOST.fullmatch(host)
+        return int(match["devices"]) if match and match["devices"] else self.nproc or max(1, devices)
+
+    def machine(self, config: Config) -> Machine | None:
+        """The one with the least memory on a device."""
+        from drumline.launchers.ssh.start import machines
+
+        def room(machine: Machine) -> int:
+            return min((device.memory_bytes for device in machine.devices), default=machine.memory_bytes)
+
+        return min(machines(self).values(), key=room)
+
+    def host_ranks(self) -> tuple[int, ...]:
+        from drumline.launchers.ssh.start import machines
+
+        there = machines(self)
+        return tuple(self.count(host, len(there[place].devices)) for host, place in zip(self.hosts, self.places, strict=True))
+
+    def processes(self) -> int:
+        return sum(self.host_ranks())
+
+    @contextmanager
+    def early(self, config: Config, plan_path: Path) -> Iterator[Hosts]:
+        from drumline.launchers.ssh.start import gathered, leave
+
+        try:
+            yield gathered(self)
+        finally:
+            leave(self)
+
+    def submission(self, plan: Plan, plan_path: Path, resume: str | None) -> str:
+        from drumline.launchers.ssh.start import submission
+
+        return submission(self, plan, plan_path, resume)
+
+    def compare(self, plan: Plan, early: Hosts) -> None:
+        from drumline.launchers.ssh.start import compare
+
+        compare(plan, early)
+
+    def prepare(self, hosts: Hosts) -> None:
+        """What an attempt depends on."""
+        hosts.grace, hosts.counts = self.grace_seconds, dict(zip(self.places, self.host_ranks(), strict=True))
+
+    def start(
+        self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: OnOutOfMemory, early: Hosts
+    ) -> int:
+        from drumline.launchers.local import launch
+
+        self.prepare(early)
+        return launch(plan, plan_path, resume, on_event, on_oom=on_oom, ranks=early)
+
+
+def _place(host: str) -> str:
+    match = HOST.fullmatch(host)
+    return match["place"] if match else host

@@ -1,0 +1,182 @@
+"""Starting the agents of all hosts by the system's ssh, and asking them what they have. No torch here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drumline.core.network import address_of, addresses, handed_on, is_here, is_loopback, source_address
+from drumline.core.plan import Plan
+from drumline.core.process import Helper, exit_code, run_command, tied
+from drumline.core.redact import redact
+from drumline.errors import EnvironmentFault
+from drumline.hardware.detect import Machine
+from drumline.launchers import lease
+from drumline.launchers.hosts.coordinator import Hosts
+from drumline.launchers.hosts.facts import digest, facts, machine_of, require_same_versions
+from drumline.launchers.hosts.link import Message
+
+if TYPE_CHECKING:
+    from drumline.launchers.ssh.spec import SSHLauncher
+
+AGENT = "drumline.launchers.hosts.agent"
+# No question on a terminal; and it ends when the host does not answer any more, as the link to the agent does.
+OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3", "-T", "-x", "-a")
+PROXIES = {"proxyjump", "proxycommand"}
+LEAVE_SECONDS = 5.0  # for an agent that was sent away
+_gathered: dict[SSHLauncher, Hosts] = {}
+
+
+class SSH:
+    """The agents of an SSHLauncher. One of this host is a process of this one's own, without ssh."""
+
+    def __init__(self, spec: SSHLauncher, here: set[str]) -> None:
+        self.spec, self.here = spec, here
+        self.gathered = False  # what agents say until then is the reason of an error, and said there
+        self._agents: dict[str, Helper] = {}
+
+    def start(self, name: str, settings: Message) -> None:
+        if name in self._agents:
+            self._agents.pop(name).end()
+        here = name in self.here
+        command = local_command(self.spec) if here else ssh_command(self.spec, name)
+        try:
+            agent = Helper(command, self.spec.workdir if here else None, partial(self._show, name))
+        except OSError as error:
+            raise EnvironmentFault(f"{error.filename or command[0]}: {error.strerror}", where="launch", fix="install it") from None
+        agent.tell(json.dumps(settings))
+        self._agents[name] = agent
+
+    def _show(self, name: str, line: str) -> None:
+        """What an agent or its ssh says, with the host's name."""
+        if self.gathered:
+            print(f"{name}: {redact(line)}", file=sys.stderr)
+
+    def ended(self, name: str) -> str | None:
+        agent = self._agents.get(name)
+        return None if agent is None or agent.poll() is None else redact(agent.last()) or f"its agent ended with {agent.returncode}"
+
+    def close(self) -> None:
+        until = time.monotonic() + LEAVE_SECONDS
+        for agent in self._agents.values():
+            exit_code(agent, max(0.0, until - time.monotonic()))
+            agent.end()
+
+
+def local_command(spec: SSHLauncher) -> list[str]:
+    """The agent of this host, which dies with the launcher."""
+    return [spec.python or sys.executable, *tied(AGENT)]
+
+
+def ssh_command(spec: SSHLauncher, name: str) -> list[str]:
+    """ssh hands its last argument to a shell on the host."""
+    folder, python = spec.workdir or str(Path.cwd()), spec.python or sys.executable
+    remote = f"cd {shlex.quote(folder)} && exec {shlex.join([python, '-u', '-m', AGENT])}"
+    return ["ssh", *OPTIONS, *spec.options, name.replace("[", "").replace("]", ""), remote]
+
+
+def gathered(spec: SSHLauncher) -> Hosts:
+    """The hosts of a spec, with an agent on each. Raises EnvironmentFault that names a host that cannot be had, or differs."""
+    if spec not in _gathered:
+        found = {place: _addresses(spec, place) for place in spec.places}
+        peers = [each[0] for each in found.values() if each]
+        here = {place for place, each in found.items() if each and is_here(each[0])}
+        address = _own_address(spec, peers)
+        ssh = SSH(spec, here)
+        hosts = Hosts(spec.places, ssh, address, spec.port, spec.interface, peers)
+        _gathered[spec] = hosts
+        try:
+            hosts.gather()
+            require_same_versions(facts(), {name: remote.facts for name, remote in hosts.remotes.items()})
+            ssh.gathered = True
+        except BaseException:
+            leave(spec)
+            raise
+    return _gathered[spec]
+
+
+def leave(spec: SSHLauncher) -> None:
+    """Send the agents of a spec away."""
+    hosts = _gathered.pop(spec, None)
+    if hosts is not None:
+        hosts.close()
+
+
+def machines(spec: SSHLauncher) -> Mapping[str, Machine]:
+    """Host → what it has."""
+    return {name: machine_of(remote.facts) for name, remote in gathered(spec).remotes.items()}
+
+
+def _addresses(spec: SSHLauncher, place: str) -> list[str]:
+    """Of the host that ssh means by a name; none where it goes by another host. Raises EnvironmentFault for a name without an address."""
+    name = place.replace("[", "").replace("]", "")
+    code, out, err = run_command(["ssh", "-G", *spec.options, name])
+    if code:
+        what = (err.strip().splitlines() or ["ssh -G failed"])[-1]
+        raise EnvironmentFault(what, where="launch.options", fix="mend the arguments of ssh")
+    known = dict(line.split(" ", 1) for line in out.splitlines() if " " in line)
+    if any(known.get(proxy, "none") != "none" for proxy in PROXIES):
+        return []
+    found = addresses(known.get("hostname", name))
+    if not found:
+        fix = "give a name that resolves, an IP address, or a Host of ~/.ssh/config"
+        raise EnvironmentFault(f"the host {place!r} has no address", where="launch.hosts", fix=fix)
+    return found
+
+
+def _own_address(spec: SSHLauncher, peers: list[str]) -> str:
+    """Where this launcher listens: the address of `launch.interface`, else the one that the hosts see. Raises EnvironmentFault where there
+    is none, or several."""
+    if spec.interface is not None:
+        address = address_of(spec.interface)
+        if address is None:
+            raise EnvironmentFault(
+                f"this host has no interface {spec.interface!r} with an address", where="launch.interface", fix="see: ip addr"
+            )
+        return address
+    sources = {source_address(each) for each in peers if not is_here(each)} - {None}
+    if len(sources) > 1:
+        what = f"the hosts are reached from several addresses of this one: {', '.join(sorted(map(str, sources)))}"
+        raise EnvironmentFault(what, where="launch.hosts", fix="set launch.interface to the one that all of them reach")
+    own = next((each for each in peers if is_here(each) and not is_loopback(each)), "127.0.0.1")
+    return str(next(iter(sources), own))
+
+
+def compare(plan: Plan, hosts: Hosts) -> None:
+    """Raises EnvironmentFault where a host has another run folder, or other files of model or data."""
+    run_dir = Path(plan.run_dir)
+    roles = [role.model_path for role in plan.roles.values()]
+    caches = [plan.data.train_cache, plan.data.eval_cache] if plan.data and not plan.config.plain else []
+    paths = sorted({path for path in (plan.model_path, *roles, *caches) if path and Path(path).exists()})
+    own = {path: digest(Path(path)) for path in paths}
+    order = {"do": "check", "lease": lease.token_of(run_dir), "run_dir": plan.run_dir, "paths": paths}
+    for name, answer in hosts.ask(order, "checked").items():
+        if not answer["shared"]:
+            what = f"host {name} does not have the run folder that this host writes to"
+            fix = "put it on storage that all hosts mount at the same place, with run.dir=…"
+            raise EnvironmentFault(what, where=str(run_dir.absolute()), fix=fix)
+        for path, theirs in answer["digests"].items():
+            if theirs != own[path]:
+                what = f"host {name} " + ("does not have it" if theirs is None else "has other files there")
+                raise EnvironmentFault(what, where=path, fix="copy this host's there, or put it on storage that all hosts mount")
+
+
+def submission(spec: SSHLauncher, plan: Plan, plan_path: Path, resume: str | None) -> str:
+    """What would be run, for `--dry-run`: on each host its agent, and by that its ranks."""
+    hosts, lines, first = gathered(spec), [], 0
+    rank = [spec.python or sys.executable, "-m", "drumline.train.entry", str(plan_path), *(["--resume", resume] if resume else [])]
+    for place, count in zip(spec.places, spec.host_ranks(), strict=True):
+        here = place in getattr(hosts.starter, "here", ())
+        lines.append(f"host {place}: {shlex.join(local_command(spec) if here else ssh_command(spec, place))}")
+        lines.append(f"  ranks {first} to {first + count - 1} of {plan.mesh.world_size}: {shlex.join(rank)}")
+        first += count
+    lines.append(f"ranks meet at {hosts.address}, port {spec.port or 'any free one'}")
+    lines += [f"environment {redact(f'{name}={value}')}" for name, value in handed_on(os.environ).items()]
+    return "".join(f"# {line}\n" for line in lines)

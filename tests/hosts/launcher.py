@@ -1,0 +1,22 @@
+"""The launcher of several hosts with another module as its ranks: `python -m tests.hosts.launcher PLAN_JSON MODULE`."""
+
+import sys
+from pathlib import Path
+
+from drumline.core.plan import Plan
+from drumline.errors import DrumlineError
+from drumline.launchers.local import launch
+from drumline.launchers.ssh.spec import SSHLauncher
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    plan = Plan.load(path)
+    options = plan.config.launch
+    assert isinstance(options, SSHLauncher)
+    try:
+        with options.early(plan.config, path) as hosts:
+            options.prepare(hosts)
+            sys.exit(launch(plan, path, None, lambda event: None, worker=sys.argv[2], ranks=hosts))
+    except DrumlineError as error:
+        print(f"error: {error.line()}", file=sys.stderr)
+        sys.exit(error.exit_code)

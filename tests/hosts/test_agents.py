@@ -1,0 +1,51 @@
+"""Two agents on loopback, started as those of a host of one's own are: real processes, the launcher's loop, no ssh."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+from tests.faults.live import gone, kill, wait_for
+from tests.faults.test_launch import end, toy
+from tests.forks import Forked
+from tests.harness import ENV, ROOT, events
+
+WORKER = "tests.faults.stepping_worker"
+
+
+def stepping(folder: Path, behave: dict[str, Any], **launch: Any) -> Path:
+    """A plan for two stepping ranks, each on a host of its own."""
+    return toy(folder, json.dumps(behave), kind="ssh", hosts=["localhost:1", "127.0.0.1:1"], **launch)
+
+
+def begin(plan: Path, worker: str = WORKER) -> Forked:
+    return Forked("tests.hosts.launcher", plan, worker, env=ENV, cwd=ROOT)
+
+
+def test_a_killed_rank_is_named_with_its_host_and_the_run_goes_on(tmp_path: Path) -> None:
+    code, said = end(begin(stepping(tmp_path / "run", {"steps": 12, "kills": [[1, 7]]}, max_restarts=1)))
+    assert code == 0, said
+    (fault,) = events(tmp_path / "run", "fault")
+    assert (fault["rank"], fault["host"], fault["signal"], fault["step"]) == (1, "127.0.0.1", "SIGKILL", 7)
+    assert "rank 1 on host 127.0.0.1: killed by SIGKILL" in said
+    assert [e["step"] for e in events(tmp_path / "run", "restore")] == [5]
+    assert {path.name for path in (tmp_path / "run" / "logs" / "attempt-1").iterdir()} >= {"rank-0.log", "rank-1.log"}
+    assert gone(str(tmp_path / "run"), 3.0)
+
+
+def test_a_killed_agent_is_noticed_and_sigterm_saves_on_all_hosts(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = begin(stepping(run, {"steps": 100000}, max_restarts=2))
+    wait_for(run, "eval", 3, process)
+    parent = int(Path(f"/proc/{(run / 'pid-1').read_text()}/stat").read_text().rpartition(")")[2].split()[1])
+    kill(parent)
+    again = wait_for(run, "restore", 0, process)
+    wait_for(run, "eval", again["step"] + 1, process, after=again["t"])
+    process.send_signal(signal.SIGTERM)
+    code, said = end(process)
+    assert code == 75, said
+    (fault,) = events(run, "fault")
+    assert (fault["rank"], fault["host"]) == (1, "127.0.0.1") and "the agent of its host has ended" in fault["error"]
+    assert gone(str(run), 3.0) and not Path(f"/proc/{(run / 'pid-0').read_text()}").exists()
