@@ -139,9 +139,6 @@ def _require_space(folder: Path, bytes_: int, fix: str) -> None:
         raise EnvironmentFault(f"less than {bytes_ / 2**20:.0f} MiB are free", where=str(folder), fix=f"free space, or {fix}")
 
 
-# ------------------------------------------------------------------------------------------------------------- the tables
-
-
 def tables(measured: Calibration) -> list[Table]:
     """The tables of a calibration: products, then what moves bytes."""
     by_ranks = sorted(((ranks, kind), line) for (kind, ranks), line in measured.collectives.items())

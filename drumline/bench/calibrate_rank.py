@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from drumline.bench.calibrate import MIB, Task, group_sizes, write
+from drumline.dist.reduce import from_all
 from drumline.dist.start import Ranks, start, stop
 from drumline.hardware.calibration import Calibration, Measured, Product, line_through
 from drumline.telemetry.traffic import CommunicatedBytes
@@ -65,9 +66,6 @@ def measure(task: Task, ranks: Ranks) -> Calibration:
     products, memory = _of_all(products, memory, min if task.device == "cuda" else sum)
     matmul = {precision: rate_of_large(measured) for precision, measured in products.items()}
     return Calibration("", "", matmul, memory, collectives(task, ranks), host, disk, products)
-
-
-# ------------------------------------------------------------------------------------------------------------------- alone
 
 
 def multiply(task: Task) -> Products:
@@ -134,9 +132,6 @@ def write_and_read(task: Task) -> dict[str, Measured]:
     return {direction: line_through(found) for direction, found in points.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------- together
-
-
 def collectives(task: Task, ranks: Ranks) -> dict[tuple[str, int], Measured]:
     """Lines for each kind among the first 2, 4, … ranks and among all; bytes are counted as a run counts them."""
     found = {}
@@ -197,10 +192,7 @@ def _back_and_forth(bytes_: int, rank: int, task: Task) -> tuple[float, float]:
 def _of_all(products: Products, memory: float, how: Callable[[list[float]], float]) -> tuple[Products, float]:
     """The rates of all ranks together, which measured at the same time: `how` is min for GPUs, since the slowest sets the pace of a step,
     and sum for a processor."""
-    if not dist.is_initialized():
-        return products, memory
-    all_: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_, (products, memory))
+    all_ = from_all((products, memory))
     measured = {precision: zip(*(theirs[precision] for theirs, _ in all_), strict=False) for precision in products}
     found = {name: tuple(replace(same[0], rate=how([p.rate for p in same])) for same in shapes) for name, shapes in measured.items()}
     return found, how([rate for _, rate in all_])

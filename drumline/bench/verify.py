@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from drumline.bench.difference import Difference, difference
+from drumline.core.batch import resolve_batch
 from drumline.core.config import Config
 from drumline.core.load import Loaded, Overrides, overrides_of, reader
 from drumline.core.plan import Plan
@@ -132,12 +133,13 @@ def _spell(name: str) -> str:
 
 def _common(config: Config, nproc: int, steps: int, on_progress: OnProgress) -> list[str]:
     """Overrides that hold for all runs: the batch of the user's own run, a few steps, exact arithmetic, nothing drawn at random."""
-    from drumline.core.batch import resolve_batch
-
-    samples = resolve_batch(config, nproc)
+    samples = resolve_batch(config, nproc).global_samples
+    # A micro-batch that every strategy can have: at most the user's own, and small enough for a pipeline to have work for all stages.
+    per_rank = max(1, samples // nproc)
+    micro_batch = max(m for m in range(1, min(config.batch.micro_batch or per_rank, per_rank) + 1) if per_rank % m == 0)
     lora = ["adapter.dropout=0.0"] if config.adapter.kind == "lora" else []
     return [
-        f"batch={{global_samples: {samples.global_samples}, micro_batch: {_micro_batch(config, samples.global_samples, nproc)}}}",
+        f"batch={{global_samples: {samples}, micro_batch: {micro_batch}}}",
         f"run.steps={steps}",
         "run.log_every=1",
         "run.report_to=[]",
@@ -161,13 +163,6 @@ def _dropouts(config: Config, on_progress: OnProgress) -> list[str]:
 
         values, section = load_config(resolve(config.model, on_progress), config.model).to_dict(), "config"
     return [f"{section}.{key}" for key, value in values.items() if key.endswith(DROPOUT) and isinstance(value, float) and value > 0]
-
-
-def _micro_batch(config: Config, samples: int, nproc: int) -> int:
-    """A micro-batch that every strategy can have: at most the user's own, and small enough for a pipeline to have work for all stages."""
-    per_rank = max(1, samples // nproc)
-    most = min(config.batch.micro_batch or per_rank, per_rank)
-    return max(m for m in range(1, most + 1) if per_rank % m == 0)
 
 
 def _outcome(read: Read, common: list[str], name: str, spelled: str, nproc: int, root: Path, on_progress: OnProgress) -> Outcome:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -24,8 +24,8 @@ FULL, LOW = 4, 2  # bytes of an entry
 WIDTH = {"fp32": FULL, "bf16": LOW, "fp16": LOW}
 # Bits of an entry that QLoRA has packed; 4-bit blocks of 64 have a scale of 8 bits each, of which every 256 share one of 32 bits.
 PACKED = {"none": 32.0, "8bit": 8.0, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}
-BLOCK = 256  # of parallel.compress.Int8
-BUCKET = 25 * MIB  # of parallel.data_parallel
+BLOCK = 256  # entries that share a scale of the 8-bit code (parallel.compress.Int8)
+BUCKET = 25 * MIB  # bytes of gradients that parallel.data_parallel averages together
 NUMBER = 8  # bytes of an fp64
 # fp32: all of it. autocast: the residual stream and weights in fp32, products in a low precision. low: weights and all between in it.
 Kind = Literal["fp32", "autocast", "low"]
@@ -246,12 +246,14 @@ def send_gradients(volume: Volume, layout: Layout, facts: ModelFacts, has: Count
 
 def _powersgd(weight: Weight, rank: int) -> int:
     """Entries that are sent of a gradient: both factors, or all of it where that would not halve it."""
-    if len(weight.shape) < 2:
-        return weight.numel
-    rows = weight.shape[0]
-    columns = weight.numel // rows
-    low = rank * (rows + columns)
-    return low if rank <= min(rows, columns) and 2 * low <= rows * columns else weight.numel
+    rows = weight.shape[0] if weight.shape else 1
+    return rank * (rows + weight.numel // rows) if is_halved(weight.shape, rank) else weight.numel
+
+
+def is_halved(shape: Sequence[int], rank: int) -> bool:
+    """Whether PowerSGD's factors have at most half the entries of a tensor, which is taken as a matrix of `shape[0]` rows."""
+    rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (0, 0)
+    return rank <= min(rows, columns) and 2 * rank * (rows + columns) <= rows * columns
 
 
 def send_norm(volume: Volume, layout: Layout, has: Counter[str]) -> None:

@@ -1,5 +1,5 @@
 """The planner's estimate of one layout: memory by category, seconds by category, bytes sent, and whether it fits. Pure.
-planner.cost.estimate computes them."""
+planner.cost.times computes them."""
 
 from __future__ import annotations
 

@@ -103,9 +103,6 @@ class Calibration:
         )
 
 
-# ----------------------------------------------------------------------------------------------------- where it lies
-
-
 class _File(BaseModel):
     """The file's own form. `measured`: when, in words; `quick`: with --quick."""
 

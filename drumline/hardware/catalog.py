@@ -131,8 +131,6 @@ def nearest(name: str, known: list[str]) -> list[str]:
     return close or [other for other in known if plain(name)[:2] == other[:2]]
 
 
-# ------------------------------------------------------------------------------------------------- by the driver's name
-
 # Words in the driver's name of a device of the catalog.
 DRIVERS = ("B200", "H200", "H200 NVL", "H100", "H100 NVL", "H100 PCIe", "A100", "A800", "H20", "GB200", "V100 SXM2", "V100 SXM3", "L40S",
            "RTX A6000", "RTX 6000 Ada", "A10", "T4", "RTX 3090", "RTX 4090", "RTX 5090", "MI300X")  # fmt: skip

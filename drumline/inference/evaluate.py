@@ -170,9 +170,6 @@ def write(run_dir: Path, section: str, result: dict[str, Any]) -> None:
     Console(stderr=True).print(f"written to {path}", highlight=False, soft_wrap=True)
 
 
-# -------------------------------------------------------------------------------------------------------------- answers
-
-
 @dataclass(frozen=True)
 class Question:
     """A prompt as tokens, and what would be right; `meta`: what the verifier of a task needs."""
@@ -235,9 +232,6 @@ def _questions(plan: Plan, model: Model, base_dir: Path) -> Iterator[Question]:
                 yield Question(tokens[:start].tolist(), answer)
 
 
-# -------------------------------------------------------------------------------------------------------------- lm-eval
-
-
 def harness(
     config_path: Path, overrides: list[str], place: Path | None, tasks: list[str], limit: int | None, include_path: Path | None
 ) -> int:
@@ -289,9 +283,11 @@ def _evaluate(model: dict[str, Any], tasks: list[str], limit: int | None, includ
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise EnvironmentFault(f"lm-eval failed: {type(error).__name__}: {lines[0][:300]}", where="--lm-eval " + ",".join(tasks)) from error
     assert found is not None, "this process is the first rank"
-    return {task: _numbers(metrics) for task, metrics in found["results"].items()}
-
-
-def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    found = {name: value for name, value in metrics.items() if "," in name and isinstance(value, float | int)}
-    return {name.replace(",none", "").replace(",", " "): float(value) for name, value in found.items()}
+    return {
+        task: {
+            name.replace(",none", "").replace(",", " "): float(value)
+            for name, value in metrics.items()
+            if "," in name and isinstance(value, float | int)
+        }
+        for task, metrics in found["results"].items()
+    }

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from transformers import TextStreamer
 
 from drumline.core.model import ModelConfig
 from drumline.core.plan import Plan
@@ -109,9 +110,6 @@ class Model:
             raise ModelError("this module gives numbers, not text", where=self.origin, fix="call `module` yourself")
 
 
-# ----------------------------------------------------------------------------------------------------------------- open
-
-
 def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Model:
     """`place`: a run folder (its export, else its best or newest checkpoint), a folder that transformers or PEFT reads, a hub id, or
     `package:NAME`. Raises ModelError for what does not write text, CheckpointError for a run that has saved nothing."""
@@ -182,9 +180,6 @@ def _placed(model: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
-# ----------------------------------------------------------------------------------------------------------------- chat
-
-
 def chat(place: str, max_new_tokens: int, temperature: float, system: str | None, trust: bool = False) -> None:
     """Read lines from standard input until it ends, and answer each. Piped input works the same, without a prompt sign."""
     with bars(Console(stderr=True)) as on_progress:
@@ -233,7 +228,7 @@ class Conversation:
             return ""
         self.turns.append(question)
         ids = self._prompt()
-        out = printer(self.tokenizer, self.show)
+        out = Printer(self.tokenizer, self.show)
         ids_BT = torch.tensor([ids], device=self.module.device)
         sampled = {"do_sample": True, "temperature": self.temperature} if self.temperature > 0 else {"do_sample": False, **NO_SAMPLING}
         try:
@@ -271,21 +266,17 @@ class Conversation:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def printer(tokenizer: Any, show: bool = True) -> Any:
+class Printer(TextStreamer):
     """A streamer that keeps what comes in `answer`, and prints it word by word."""
-    from transformers import TextStreamer
 
-    class Printer(TextStreamer):
-        def __init__(self) -> None:
-            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            self.answer: list[str] = []
+    def __init__(self, tokenizer: Any, show: bool = True) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.show, self.answer = show, list[str]()
 
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            self.answer.append(text)
-            if show:
-                print(CONTROLS.sub("�", text), end="\n" if stream_end else "", flush=True)
-
-    return Printer()
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.answer.append(text)
+        if self.show:
+            print(CONTROLS.sub("�", text), end="\n" if stream_end else "", flush=True)
 
 
 def _next_line() -> str | None:

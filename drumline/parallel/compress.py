@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from drumline.core.cost import BLOCK, is_halved
 from drumline.core.strategy import Compression
 
-BLOCK = 256  # entries that share a scale of the 8-bit code
 # Its name from torch 2.13 on, and before.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -207,7 +207,7 @@ class PowerSGD(ErrorFeedback):
     def average(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
         self.recall(flat, parameters)
         parts = by_parameter(flat, parameters)
-        matrices = {p: part.view(p.shape[0], -1) for p, part in parts.items() if self._is_worth_it(p)}
+        matrices = {p: part.view(p.shape[0], -1) for p, part in parts.items() if is_halved(p.shape, self.options.rank)}
         whole = [part for p, part in parts.items() if p not in matrices]
         lefts = [matrix @ self._basis(p, matrix) for p, matrix in matrices.items()]
         averaged = self._average_together([*whole, *lefts])
@@ -223,12 +223,6 @@ class PowerSGD(ErrorFeedback):
         for p, part in by_parameter(error, parameters).items():
             part *= p in matrices
         self.keep(error, parameters)
-
-    def _is_worth_it(self, parameter: torch.Tensor) -> bool:
-        if parameter.ndim < 2:
-            return False
-        rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
-        return self.options.rank <= min(rows, columns) and 2 * self.options.rank * (rows + columns) <= rows * columns
 
     def _basis(self, parameter: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         """The Q to start from: that of the step before, at first a random one."""

@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from drumline.core.cost import BUCKET
 from drumline.parallel.compress import Compressor
 from drumline.parallel.norms import local
 
-BUCKET_BYTES = 25 * 2**20
 T = TypeVar("T", bound=torch.Tensor)
 
 
@@ -98,7 +98,7 @@ class BucketedAllReduce(Spread):
     """Copies whose parameters are themselves spread (tensor parallel, a pipeline's stage), which DDP does not take: this rank's parts
     of the gradients are averaged over `group`, the ranks that hold the same parts and see other tokens, after the last micro-batch."""
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET) -> None:
         super().__init__(module)
         self.group, self.ranks, self.bucket_bytes = group, dist.get_world_size(group), bucket_bytes
         self.clock = _Clock()

@@ -13,7 +13,7 @@ from rich.console import Console
 from drumline.core.load import Loaded
 from drumline.errors import UserError
 from drumline.planner.cluster import network_assumed
-from drumline.planner.cost.estimate import estimate
+from drumline.planner.cost.times import estimate
 from drumline.planner.question import FLAGS, Flags, Found, ask, load_with_flags
 from drumline.planner.report import table
 from drumline.planner.report.as_json import as_json, candidate, catalog
@@ -21,7 +21,7 @@ from drumline.planner.report.check import show_probes
 from drumline.planner.report.explanation import explain, pick
 from drumline.planner.report.yaml_output import to_use
 from drumline.planner.search.advice import nothing_fits, refusal
-from drumline.planner.search.answer import Answer, Candidate, Refused, in_order, require_here, why_not
+from drumline.planner.search.answer import Answer, Candidate, ranked_anew, require_here
 from drumline.planner.search.auto import heuristic_first
 from drumline.planner.search.search import search
 from drumline.report.bars import OnProgress, bars
@@ -94,21 +94,16 @@ def plan(options: Options) -> int:
 def _traced(answer: Answer, policy: Found, on_progress: OnProgress) -> Answer:
     """The answer with new estimates for the first TRACED; one that does not fit any more is refused. What cannot be
     traced keeps its estimate."""
-    from drumline.planner.tracing.trace import trace
+    from drumline.planner.trace import trace
 
-    question, made, refused, total = answer.question, list[Candidate](), list(answer.refused), min(TRACED, len(answer.ranked))
+    question, made, total = answer.question, list[Candidate](), min(TRACED, len(answer.ranked))
     for number, best in enumerate(answer.ranked[:TRACED]):
         on_progress("tracing activations of the best", number, total)
         config = best.layout.config.model_copy(update={"model": policy.model})
         found = trace(config, policy.path, best.layout, question.facts)
-        if found is not None:
-            best = replace(best, estimate=estimate(best.layout, question.facts, question.cluster, found))
-        if best.estimate.verdict == "no":
-            refused.append(Refused(best.name, why_not(best.estimate), best))
-        else:
-            made.append(best)
+        made.append(replace(best, estimate=estimate(best.layout, question.facts, question.cluster, found)) if found else best)
         on_progress("tracing activations of the best", number + 1, total)
-    return replace(answer, ranked=tuple(in_order([*made, *answer.ranked[TRACED:]])), refused=tuple(refused))
+    return ranked_anew(answer, ((c.name, c) for c in (*made, *answer.ranked[TRACED:])), {})
 
 
 def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, aside: Console) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.config import BatchConfig, Config
-from drumline.core.data import DigitsSource, FileSource, SavedSource, Source
+from drumline.core.data import DigitsSource, FileSource, SavedSource
 from drumline.core.load import Loaded, load_text, schema
 from drumline.core.registry import kinds_alone
 from drumline.errors import EnvironmentFault, UserError
@@ -28,7 +28,6 @@ from drumline.planner.search.search import search
 from drumline.report.bars import OnProgress, bars
 
 BATCH = 32  # samples, or the next multiple of the devices
-TASKS, HUB = "tasks:", "hub:"
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,11 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
     config = _config(answers, path) if yes else _interview(answers, path, console)
     with bars(console) as on_progress:
         model = find_model(config.model, on_progress)
-        _require_id(config, model.path)
+        name = config.model.id
+        if model.path is None and name is not None and "/" not in name and (known := find(name)) is not None:
+            hub = f"write its id on the hub, OWNER/NAME; it has the shape of {known.id}"
+            fix = hub if known.id != name else "its weights were never published"
+            raise UserError(f"where the weights of {name!r} are is not known", where="--model", fix=fix)
         first_rows = look(config, model, path.absolute().parent, on_progress)
         text_config = None if config.images_alone else model.hf_config.get_text_config()
         config = fitted(config, first_rows, getattr(text_config, "max_position_embeddings", None))
@@ -88,18 +91,6 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
         print(f"to install: pip install {' '.join(missing)}")
     print(f"all plans: drumline plan {path}\nto train:  drumline train {path}")
     return 0
-
-
-def _require_id(config: Config, path: str | None) -> None:
-    """Raises UserError for a short name whose weights have no id that is known."""
-    name = config.model.id
-    if path is None and name is not None and "/" not in name and (known := find(name)) is not None:
-        hub = f"write its id on the hub, OWNER/NAME; it has the shape of {known.id}"
-        fix = hub if known.id != name else "its weights were never published"
-        raise UserError(f"where the weights of {name!r} are is not known", where="--model", fix=fix)
-
-
-# --------------------------------------------------------------------------------------------------------------- asking
 
 
 def _interview(answers: Answers, path: Path, console: Console) -> Config:
@@ -144,9 +135,6 @@ def _parsed(field: str, typed: str) -> dict[str, Any]:
     return {"adapter": names[0] if names else "full", **({"length": int(numbers[0])} if numbers else {})}
 
 
-# ------------------------------------------------------------------------------------------------------ answers → config
-
-
 def _config(answers: Answers, path: Path) -> Config:
     """The config of these answers, defaults where there is none. Raises UserError or ConfigError."""
     usual: dict[str, Any] = {field: getattr(answers, field) or default for field, (default, _) in QUESTIONS.items()}
@@ -162,20 +150,17 @@ def _config(answers: Answers, path: Path) -> Config:
 
 def source_of(typed: str, path: Path) -> dict[str, Any]:
     """A source of `data.train` from what a human types; files relative to the folder of the YAML `path`."""
-    if typed.startswith(TASKS):
-        names = [name.strip() for name in typed.removeprefix(TASKS).split(",") if name.strip()]
-        return {"kind": "tasks", "tasks": {name: {} for name in names}}
-    if typed == "digits":
-        return {"kind": "digits"}
+    match typed.partition(":"):
+        case "tasks", ":", names:
+            return {"kind": "tasks", "tasks": {name.strip(): {} for name in names.split(",") if name.strip()}}
+        case "hub", ":", name:
+            return {"kind": "hub", "id": name}
+        case "digits", "", "":
+            return {"kind": "digits"}
     place = Path(typed).expanduser()
-    if typed.startswith(HUB):
-        return {"kind": "hub", "id": typed.removeprefix(HUB)}
-    if place.is_dir():
-        return {"kind": "saved", "path": os.path.relpath(place.absolute(), path.absolute().parent)}
-    return {"kind": "file", "path": typed if place.is_absolute() else os.path.relpath(place.absolute(), path.absolute().parent)}
+    relative = os.path.relpath(place.absolute(), path.absolute().parent)
+    return {"kind": "saved", "path": relative} if place.is_dir() else {"kind": "file", "path": typed if place.is_absolute() else relative}
 
-
-# ----------------------------------------------------------------------------------------------------- the data that is here
 
 FIRST_ROWS = 2000  # more are not waited for
 PACK = 1024  # tokens of a pack, where there are enough of them
@@ -206,7 +191,12 @@ def look(config: Config, model: Found, base: Path, on_progress: OnProgress) -> F
     from drumline.models.load import load_tokenizer
 
     (source,) = config.data.train
-    if not _is_here(source, base):
+    if isinstance(source, FileSource | SavedSource):
+        path = Path(source.path).expanduser()
+        is_here = (base / path).exists() or (not path.is_absolute() and any(base.glob(source.path)))
+    else:
+        is_here = source.kind in PACKAGES and _is_installed(PACKAGES[source.kind])
+    if not is_here:
         return None
     encoder, number, lengths = None, 0, list[int]()
     if not config.images_alone and (model.path or config.model.tokenizer):
@@ -268,10 +258,3 @@ def lacking(config: Config) -> list[str]:
 def _is_installed(package: str) -> bool:
     modules = {"scikit-learn": "sklearn", "pillow": "PIL"}
     return importlib.util.find_spec(modules.get(package, package.replace("-", "_"))) is not None
-
-
-def _is_here(source: Source, base: Path) -> bool:
-    if isinstance(source, FileSource | SavedSource):
-        path = Path(source.path).expanduser()
-        return (base / path).exists() or (not path.is_absolute() and any(base.glob(source.path)))
-    return source.kind in PACKAGES and _is_installed(PACKAGES[source.kind])

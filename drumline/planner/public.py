@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +20,16 @@ from drumline.report.bars import aside
 
 @dataclass(frozen=True)
 class RankedPlan:
-    """One plan that fits. `seconds`: of a step; `memory_bytes`: reserved on the fullest device; `verdict`: fits or tight."""
+    """One plan that fits. `verdict`: fits or tight; `memory_bytes`: reserved on the fullest device; `seconds`: of a step; `tokens_per_s`:
+    over all devices."""
 
+    name: str
+    verdict: str
+    memory_bytes: int
+    seconds: float
+    tokens_per_s: float
     candidate: Candidate
     answer: Answer
-
-    @property
-    def name(self) -> str:
-        return self.candidate.name
-
-    @property
-    def verdict(self) -> str:
-        return self.candidate.estimate.verdict
-
-    @property
-    def memory_bytes(self) -> int:
-        return self.candidate.estimate.memory.reserved
-
-    @property
-    def seconds(self) -> float:
-        return self.candidate.estimate.seconds.total
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Over all devices."""
-        return self.candidate.estimate.tokens_per_s
 
     @property
     def config(self) -> dict[str, Any]:
@@ -73,16 +57,10 @@ class RankedPlan:
 class Plans:
     """The plans that fit, the best first, and those that do not, with their reason. `notes`: what the planner assumed."""
 
-    answer: Answer
+    ranked: tuple[RankedPlan, ...]
+    refused: tuple[Refused, ...]
     notes: tuple[str, ...]
-
-    @cached_property
-    def ranked(self) -> tuple[RankedPlan, ...]:
-        return tuple(RankedPlan(candidate, self.answer) for candidate in self.answer.ranked)
-
-    @property
-    def refused(self) -> tuple[Refused, ...]:
-        return self.answer.refused
+    answer: Answer
 
     @property
     def best(self) -> RankedPlan:
@@ -112,4 +90,7 @@ def plan(
     loaded = load_with_flags(config, overrides_of(overrides), flags)
     with aside(display) as on_progress:
         found = ask(loaded, on_progress)
-    return Plans(search(found.question), found.notes)
+    answer = search(found.question)
+    ranked = ((c, c.estimate) for c in answer.ranked)
+    plans = tuple(RankedPlan(c.name, e.verdict, e.memory.reserved, e.seconds.total, e.tokens_per_s, c, answer) for c, e in ranked)
+    return Plans(plans, answer.refused, found.notes, answer)

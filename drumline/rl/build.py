@@ -15,8 +15,6 @@ from drumline.rl.generate import Generator, HFGenerator, InferenceCopy, Weights
 from drumline.rl.sampling import Sampler
 from drumline.rl.vllm import VLLMEngine, VLLMServer, WeightFolder
 
-Refresh = Callable[[Weights], None]
-
 
 def generator(
     config: c.Generator,
@@ -27,7 +25,7 @@ def generator(
     autocast: torch.dtype | None = None,
     model_path: str | None = None,
     run_dir: Path = Path(),
-) -> tuple[Generator, Refresh | None]:
+) -> tuple[Generator, Callable[[Weights], None] | None]:
     """What samples, and what hands it the trained weights (`Engine.whole_weights`, before each rollout); None: it has them already.
 
     `unsharded`: the trainable model, if this rank's device has all of it (one process, DDP); None: it is sharded, and a copy

@@ -38,7 +38,7 @@ LARGEST = 1e15
 FIX = "write module:function or file.py:function, or install the package that has it"
 # The verifiers of these compare boards with ==, and a board consists of tuples, which JSON has made lists.
 TUPLES = ("arc_agi", "rearc")
-Scorer = Callable[[str, str, dict[str, Any]], Any]  # (prompt, completion, meta of the row) → anything; `judge` makes a number of it
+Scorer = Callable[[str, str, dict[str, Any]], Any]  # (prompt, completion, meta of the row) → anything; `_answer` makes a number of it
 
 
 @redacted_streams()
@@ -63,25 +63,17 @@ def main(fd: int) -> None:
 
 
 def _answer(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
+    """A number within ±LARGEST, of any type that turns into a float by itself, or why there is none."""
     try:
         returned = score(request["prompt"], request["completion"], request["meta"])
-        return judge(returned)
+        if not hasattr(returned, "__float__"):  # text has none
+            return {"failure": f"returned {'None' if returned is None else f'a {type(returned).__name__}'}, not a number"}
+        value = float(returned)
     except BaseException as error:  # noqa: BLE001 — SystemExit and KeyboardInterrupt of a reward are failures like others
         return {"failure": f"raised {redact(f'{type(error).__name__}: {error}')}"[:LONGEST_REASON]}
-
-
-def judge(returned: Any) -> dict[str, Any]:
-    """A number within ±LARGEST, of any type that turns into a float by itself, or why there is none."""
-    if not hasattr(returned, "__float__"):  # text has none
-        what = "None" if returned is None else f"a {type(returned).__name__}"
-        return {"failure": f"returned {what}, not a number"}
-    value = float(returned)
     if abs(value) <= LARGEST:
         return {"value": value}
     return {"failure": f"returned {value}" + (f", beyond ±{LARGEST:g}" if math.isfinite(value) else "")}
-
-
-# ------------------------------------------------------------------------------------------------------------ the functions
 
 
 def scorer(reward: Reward, base_dir: Path, where: str, columns: list[str] | None = None) -> Scorer:
@@ -98,9 +90,6 @@ def scorer(reward: Reward, base_dir: Path, where: str, columns: list[str] | None
     pattern = re.compile(reward.pattern)
     find = pattern.fullmatch if reward.full else pattern.search
     return lambda prompt, completion, meta: float(find(completion) is not None)
-
-
-# ------------------------------------------------------------------------------------------------------------ functions
 
 
 def _function(reward: FunctionReward, base_dir: Path, where: str, columns: list[str] | None) -> Scorer:
@@ -136,9 +125,6 @@ def _takes(function: Callable[..., Any], reward: FunctionReward, where: str, col
         what = f"{reward.path}{signature} cannot be called with {', '.join(given)}{rows}: {error}"
         raise ConfigError(what, where=where, fix=fix) from error
     return None if takes_all else frozenset(signature.parameters)
-
-
-# ------------------------------------------------------------------------------------------------------------ verifiers
 
 
 def _task(reward: TaskReward) -> Scorer:

@@ -172,8 +172,6 @@ class Rollouts:
         self.seconds: dict[str, float] = {}  # of the rollout so far, by what they were spent on
         self.failed = 0  # rollouts in a row, by `reward_failure`
 
-    # ---------------------------------------------------------------------------------------------------------- the stream
-
     def stream(self, step: int, position: int, state: Mapping[str, Any]) -> Iterator[GlobalBatch]:
         """Batches of the steps after `step`, to the end of the run. `position`: prompts drawn so far; `state`: a checkpointable batch's."""
         if state:
@@ -221,8 +219,6 @@ class Rollouts:
         what = f"{share:.0%} of the episodes got no reward, in rollout {self.failed} of such in a row: {often}"
         fix = "mend the reward, or go on without them: algorithm.reward_failure.action=continue"
         raise TrainingStopped(what, where="algorithm.rewards", fix=fix)
-
-    # ---------------------------------------------------------------------------------------------------------- sampling
 
     def _sample_groups(self, step: int, position: int) -> tuple[Sampled, int]:
         """The groups of a rollout, and the position after them. With dynamic sampling, groups whose rewards are alike are replaced,
@@ -277,8 +273,6 @@ class Rollouts:
         reasons = {name: Counter(one.failures[name] for one in scored if name in one.failures) for name in self.rewards.names}
         return Sampled(samples, parts, {name: found for name, found in reasons.items() if found})
 
-    # ---------------------------------------------------------------------------------------------------------- advantages
-
     def _learnable(self, sampled: Sampled) -> tuple[Episodes, dict[str, float]]:
         """Episodes with all that the objective needs, and metrics."""
         episodes, metrics = _episodes([sample.episode for sample in sampled.samples]), {}
@@ -298,8 +292,6 @@ class Rollouts:
             self.kl.update(metrics["kl"], len(episodes))
         return episodes, metrics
 
-    # ---------------------------------------------------------------------------------------------------------- evaluation
-
     def evaluate(self, step: int) -> tuple[dict[str, float], int] | None:
         """Greedy completions of all held-out prompts: mean reward, of each domain too, and how many prompts; None where there are none."""
         if self.held_out is None:
@@ -311,8 +303,6 @@ class Rollouts:
     def close(self) -> None:
         """End the processes that compute rewards."""
         self.rewards.close()
-
-    # ---------------------------------------------------------------------------------------------------------- report
 
     @contextmanager
     def _spend(self, kind: str) -> Iterator[None]:

@@ -116,19 +116,6 @@ def lay_out_spreadable(
 ) -> tuple[Module, Source]:
     """A module by itself, laid out, and where its first weights come from. Raises PlanError where it lacks what spreading it as planned
     requires, ModelError where `build` makes none."""
-    _require_spreadable(plan, tp_plan)
-    model, source = lay_out_module(build, derive(plan.config.run.seed, "weights"), device)
-    set_blocks(model, units)
-    if unknown := [key for key in tp_plan or () if not any(fnmatchcase(name, key) for name, _ in model.named_modules())]:
-        raise PlanError(f"the model has no module {unknown[0]}", where="tp_plan", fix="name modules as model.named_modules() has them")
-    if plan.activation_checkpointing != "none":
-        recomputed_by_blocks(model)
-    freeze(model, plan.config.model.freeze)
-    model._tp_plan = tp_plan  # type: ignore[assignment]
-    return model, source
-
-
-def _require_spreadable(plan: Plan, tp_plan: Mapping[str, str] | None) -> None:
     schedule = plan.pipeline.schedule if plan.pipeline else ""
     lacks = {
         "tp": "tensor parallelism requires a plan: which layers are cut by columns and which by rows" if not tp_plan else "",
@@ -142,6 +129,15 @@ def _require_spreadable(plan: Plan, tp_plan: Mapping[str, str] | None) -> None:
             raise PlanError(what, where="strategy", fix=f"{fix} ddp, fsdp2 or zero3")
     if plan.data_parallel == "dp":
         raise PlanError("nn.DataParallel cuts batches whose kind it knows", where="strategy", fix="use ddp")
+    model, source = lay_out_module(build, derive(plan.config.run.seed, "weights"), device)
+    set_blocks(model, units)
+    if unknown := [key for key in tp_plan or () if not any(fnmatchcase(name, key) for name, _ in model.named_modules())]:
+        raise PlanError(f"the model has no module {unknown[0]}", where="tp_plan", fix="name modules as model.named_modules() has them")
+    if plan.activation_checkpointing != "none":
+        recomputed_by_blocks(model)
+    freeze(model, plan.config.model.freeze)
+    model._tp_plan = tp_plan  # type: ignore[assignment]
+    return model, source
 
 
 def keep_frozen_low(plan: Plan, model: Any) -> None:

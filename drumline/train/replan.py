@@ -19,7 +19,7 @@ from drumline.core.strategy import StrategySpec
 from drumline.hardware.detect import detect
 from drumline.models import load as models
 from drumline.planner.cluster import cluster_here
-from drumline.planner.cost.estimate import estimate
+from drumline.planner.cost.times import estimate
 from drumline.planner.question import Found, assemble
 from drumline.planner.search.advice import changed, find_fallbacks, nothing_fits
 from drumline.planner.search.answer import Candidate, Question

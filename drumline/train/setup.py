@@ -32,7 +32,7 @@ from drumline.models.own import find_builder, own_build
 from drumline.models.vision import vision_of
 from drumline.parallel.batchnorm import batch_norms
 from drumline.planner.cluster import cluster_here
-from drumline.planner.cost.estimate import estimate
+from drumline.planner.cost.times import estimate
 from drumline.planner.question import Found, assemble, find_model, roles_of
 from drumline.planner.search.auto import choose
 from drumline.report.bars import OnProgress, notes

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from drumline.core.load import load
 from drumline.core.plan import Plan
 from drumline.models.load import facts, load_config
-from drumline.planner.tracing import trace as tracing
+from drumline.planner import trace as tracing
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_module
 from tests.distributed.rows import CUT

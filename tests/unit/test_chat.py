@@ -16,7 +16,7 @@ import torch
 
 from drumline.data.templates import turn_end
 from drumline.errors import CheckpointError, DataError, ModelError, UserError
-from drumline.inference.model import CONTROLS, Conversation, Model, open_model, printer
+from drumline.inference.model import CONTROLS, Conversation, Model, Printer, open_model
 from tests.harness import ENV, drumline
 from tests.tiny import CHATML, tiny_model_dir, tiny_tokenizer
 from tests.unit.test_models_export import save_steps, write_plan
@@ -92,7 +92,7 @@ def test_without_a_template_each_line_is_continued(loaded: Model) -> None:
 
 
 def test_a_model_has_no_say_over_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    out = printer(tiny_tokenizer())
+    out = Printer(tiny_tokenizer())
     out.on_finalized_text("red: \x1b[31m\n\ttab", stream_end=True)
     assert capsys.readouterr().out == "red: �[31m\n\ttab\n" and out.answer == ["red: \x1b[31m\n\ttab"]
 

@@ -17,10 +17,10 @@ from drumline.core.load import load
 from drumline.core.plan import Plan
 from drumline.hardware.detect import Machine
 from drumline.models.load import facts, load_config
+from drumline.planner import trace as tracing
 from drumline.planner.cluster import found
 from drumline.planner.cost.memory import memory
-from drumline.planner.tracing import trace as tracing
-from drumline.planner.tracing.run import Traced, Untraceable, run
+from drumline.planner.trace import Traced, Untraceable, run
 from drumline.strategies.build import build_engine
 from drumline.telemetry.memory_tracker import LiveBytes
 from drumline.train.setup import Request, make_plan

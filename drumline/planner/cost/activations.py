@@ -2,7 +2,7 @@
 
 Counted from Hugging Face's own code of decoders such as Llama's and Qwen's, operator by operator: RMS norms in fp32, scaled dot product
 attention, SiLU(gate) × up. `tests/distributed/test_memory.py` compares it with what ranks measure. For blocks that compute otherwise it
-is an estimate; a trace (drumline.planner.tracing) is better there. Korthikanti et al. 2022 count the same of Megatron's fused kernels.
+is an estimate; a trace (drumline.planner.trace) is better there. Korthikanti et al. 2022 count the same of Megatron's fused kernels.
 """
 
 from __future__ import annotations

@@ -190,9 +190,6 @@ def _in_pipes(layout: Layout, facts: ModelFacts, rank: int, tokens: float, numbe
     return hidden * (arriving * at_once * (1 if per_rank == 1 else 2) + number)
 
 
-# ----------------------------------------------------------------------------------------- auxiliary models and sampling
-
-
 def auxiliary_of(layout: Layout, facts: ModelFacts, rank: int) -> State:
     """What auxiliary models hold on the devices of stage `rank` of the pipeline."""
     states, reference = list[State](), layout.config.algorithm.reference_of(layout.config)
@@ -248,8 +245,6 @@ def _rollout(layout: Layout, facts: ModelFacts) -> float:
     prompt = sequences * max(1, layout.length - generator.max_new_tokens) * formula(layout, facts).live_forward
     return cache + logits + prompt
 
-
-# -------------------------------------------------------------------------------------------------------------- the host
 
 WINDOW = 2**30  # most of a file that is read through while weights are loaded; pages that can be given back
 

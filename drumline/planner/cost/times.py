@@ -1,4 +1,7 @@
-"""Seconds of one optimizer step, by category. Pure; microseconds a call.
+"""The estimate of one layout, and in it the seconds of one optimizer step, by category. Pure; microseconds a call.
+
+layout, facts, cluster ──▶ memory.memory ──▶ Memory ──▶ memory.host_memory ──▶ HostMemory
+                       ──▶ traffic.flows ──▶ Traffic ──▶ seconds ──▶ Seconds
 
 A device is busy with matrix products, at the rate that large ones reach (or that was measured), and between them with what everything else
 moves through its memory: MOVED bytes for each token, layer and entry of the hidden width. MOVED is fitted to published runs, one number a
@@ -13,13 +16,14 @@ import math
 from functools import lru_cache
 
 from drumline.core.cost import WIDTH, Flow, Volume
-from drumline.core.estimate import Seconds
+from drumline.core.estimate import Activations, Estimate, Seconds
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
 from drumline.core.rollouts import VLLMGenerator
 from drumline.core.stages import bubble, stage_cost
 from drumline.hardware.cluster import Cluster
-from drumline.planner.cost.memory import samples_copy
+from drumline.planner.cost.memory import host_memory, memory, samples_copy
+from drumline.planner.cost.traffic import flows
 
 # Bytes in 16-bit precisions. Eager: four published runs of torchtitan on H100 (7B with full and selective AC, 8B on 8 and on 128), within
 # 3%. Compiled: four of llm-foundry's fused kernels (7B and 70B on H100, 13B and 30B on A100), within 9%. The runs are in
@@ -38,6 +42,26 @@ HOST_BANDWIDTH = 204.8e9
 # reads three and writes two. Not fused, as counted in torch's _multi_tensor_adamw: 18 passes.
 FUSED, UNFUSED = {"adamw": 28, "sgd": 20}, {"adamw": 72, "sgd": 32}
 CLIPPED = 4 + 8  # the norm reads gradients, clipping reads and writes them
+
+
+def estimate(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None) -> Estimate:
+    """The estimate of a layout. `activations` None: by formula (cost.activations)."""
+    volume, needs = flows(layout, facts), memory(layout, facts, cluster, activations)
+    taken = seconds(layout, facts, cluster, volume)
+    rate = layout.tokens_per_step / taken.total
+    peak = cluster.device.flops.get(layout.precision)
+    devices = layout.mesh.world_size * layout.devices_per_rank
+    return Estimate(
+        memory=needs,
+        host=host_memory(layout, facts, cluster, needs.peak),
+        traffic=volume.traffic(),
+        seconds=taken,
+        tokens_per_s=rate,
+        mfu=rate * facts.flops_per_token / (peak * devices) if peak else None,
+        limit=cluster.device.memory_bytes,
+        host_limit=cluster.host_memory_bytes,
+        calibrated=layout.precision in cluster.calibration.matmul,
+    )
 
 
 def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, volume: Volume) -> Seconds:
@@ -120,9 +144,6 @@ def _slowest(facts: ModelFacts, layers: tuple[tuple[int, int], ...], ranks: int)
     return max(taken) * ranks / sum(taken)
 
 
-# ---------------------------------------------------------------------------------------------------------- on the host
-
-
 def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) -> tuple[float, float]:
     """Seconds of clipping and the update: bytes over the bandwidth of the memory that holds the optimizer's states; and of copies between
     device, host and disk: of those beside computing, what takes longer counts."""
@@ -143,9 +164,6 @@ def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) ->
         return step, max(0.0, taken - busy)
     stored = copied.stored * on_host
     return step, taken + (cluster.disk_seconds("read", stored) + cluster.disk_seconds("write", stored))
-
-
-# --------------------------------------------------------------------------------- rollouts and models that only answer
 
 
 def scoring_flops(layout: Layout, facts: ModelFacts) -> float:

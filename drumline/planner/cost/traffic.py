@@ -53,9 +53,6 @@ def batch_norms(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
     volume.add("all_reduce", 4 * rounds * 2 * channels, ranks, "gradients", calls)
 
 
-# ----------------- the model itself spread: activations of tensor and context parallelism, hidden states between stages
-
-
 def pipeline(volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str]) -> None:
     """Hidden states to the next stage and their gradients to the one before, for each micro-batch, whatever the schedule. Weights that both
     ends hold exchange gradients."""

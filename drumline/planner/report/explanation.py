@@ -103,9 +103,6 @@ def _runs(found: Candidate) -> list[Line]:
     return [(what, "", text) for what, text in rows]
 
 
-# ---------------------------------------------------------------------------------------------------------------- memory
-
-
 def _memory(question: Question, found: Candidate) -> list[Line]:
     memory, facts, layout = found.estimate.memory, question.facts, found.layout
     copy = MASTER if layout.engine == "deepspeed" and layout.precision != "fp32" else 0
@@ -144,9 +141,6 @@ def _shared(bytes_: int, number_: int, unit: int, of: str, layout: Layout) -> st
     if parts > 0.98 and abs(parts - round(parts)) < 0.02 * parts and layout.mesh.world_size % round(parts) == 0:
         return f"{unit} bytes × {count(number_)} {of}" + (f" / {round(parts)} ranks" if round(parts) > 1 else "")
     return f"{bytes_ / number_:.2f} bytes for each of {count(number_)} {of}"
-
-
-# -------------------------------------------------------------------------------------------------------- time and bytes
 
 
 def _seconds(question: Question, found: Candidate) -> list[Line]:

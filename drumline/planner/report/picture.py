@@ -188,9 +188,6 @@ def _name(axes: Any, candidates: Sequence[Candidate]) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------------------------- HTML
-
-
 def page(answer: Answer, svg: str) -> str:
     """A page of its own: the picture as SVG, and the figures as tables."""
     title = html.escape(" · ".join(headline(answer.question)))

@@ -35,10 +35,6 @@ VERDICTS = {"fits": "green", "tight": "yellow", "no": "red"}
 TEXT_COLUMNS = ("strategy", "verdict", "mesh", "checkpointing", "change", "then", "device", "link", "usual link", "to host")
 Kind = Literal["max_length", "max_batch"]
 SHOWN = ("verdict", "needs\nGB", "tokens/s")
-TITLES: dict[Kind, tuple[str, str]] = {
-    "max_length": ("longest row\nin tokens", "data.max_length"),
-    "max_batch": ("largest\nmicro-batch", "batch.micro_batch"),
-}
 
 Columns = dict[str, Sequence[str | Text]]  # head → one cell a row
 
@@ -191,9 +187,6 @@ def gradients_at_peak(memory: Memory) -> int:
     return min(memory.gradients, max(0, memory.peak - rest))
 
 
-# ------------------------------------------------------------------------------------------------ below the table of plans
-
-
 def show_heuristics(answer: Answer, console: Console) -> None:
     """The usual heuristics that would do worse, each with its number."""
     by_reason = grouped((each.reason, f"{each.heuristic}: {each.says}") for each in disagreements(answer))
@@ -225,9 +218,6 @@ def _show_remarks(answer: Answer, console: Console) -> None:
         console.print(f"With adapter=lora: {found.ranked[0].name}, {text}, {best.host.most / GB:.0f} GB of a host.\n", markup=False)
 
 
-# ------------------------------------------------------------------------------------------------------------------ most
-
-
 def report_most(question: Question, kind: Kind, console: Console, top: int, as_json: bool) -> None:
     """For each family the longest row, or the largest micro-batch. Raises PlanError where nothing fits."""
     found = max_length(question) if kind == "max_length" else max_batch(question)
@@ -238,7 +228,8 @@ def report_most(question: Question, kind: Kind, console: Console, top: int, as_j
         sizes = [{"number": each.number, "candidate": candidate(question, each.found)} for each in found]
         print(json.dumps({"version": VERSION, kind: sizes}, indent=2))
         return
-    title, key = TITLES[kind]
+    length = kind == "max_length"
+    title, key = ("longest row\nin tokens", "data.max_length") if length else ("largest\nmicro-batch", "batch.micro_batch")
     show_headline(question, console)
     rows = []
     for each in found[:top]:
@@ -247,9 +238,6 @@ def report_most(question: Question, kind: Kind, console: Console, top: int, as_j
     heads = ("strategy", title, *SHOWN, "checkpointing")
     console.print(plain_table(console, heads, rows, spare=("verdict", "checkpointing")))
     console.print(f"\nThe largest: {key}={found[0].number} under {found[0].found.name}", markup=False, soft_wrap=True)
-
-
-# --------------------------------------------------------------------------------------------------------------- what if
 
 
 def parse_what_if(text: str) -> list[int]:
@@ -293,9 +281,6 @@ def report_what_if(question: Question, hosts: Sequence[int], console: Console, t
     known = any(a.ranked and a.ranked[0].hours(tokens) is not None for a in answers)
     heads = ("hosts", "devices", "strategy", *SHOWN, "speed", "of\nlinear", "hours" if known else "hours /\n1B tokens")
     console.print(plain_table(console, heads, rows, spare=(heads[-1], "verdict", "devices")))
-
-
-# --------------------------------------------------------------------------------------------------------------- devices
 
 
 def show_devices(console: Console) -> None:

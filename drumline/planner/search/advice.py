@@ -177,15 +177,13 @@ def _largest(good: Callable[[int], bool], first: int, last: int, step: int) -> i
     return numbers[good_ones - 1] if good_ones else None
 
 
-# ------------------------------------------------------------------------------------------------------ out-of-memory fallbacks
-# Plans that take the same steps with less memory, for a run that ran out of it. All of them keep the global batch, the ranks and the
-# numbers (up to rounding): smaller micro-batches with more accumulation, activation checkpointing, chunks of the cross-entropy, states
-# sharded over the ranks there are, states kept on the host.
-
-
 def find_fallbacks(question: Question, plan: Plan, limit: int, below: int, baseline: Config) -> tuple[list[Candidate], Candidate | None]:
-    """(candidates that fit into `limit` bytes of a device and peak below `below`, the nearest to `plan` first; the leanest of all, which
-    may not fit). Near: few changes, then few seconds. The name of each is its difference from `baseline`, the user's config."""
+    """Plans that take the same steps with less memory, for a run that ran out of it: (those that fit into `limit` bytes of a device and
+    peak below `below`, the nearest to `plan` first; the leanest of all, which may not fit). Near: few changes, then few seconds. The name
+    of each is its difference from `baseline`, the user's config.
+
+    All keep the global batch, the ranks and the numbers (up to rounding): smaller micro-batches with more accumulation, activation
+    checkpointing, chunks of the cross-entropy, states sharded over the ranks there are, states kept on the host."""
     found: list[tuple[int, Candidate]] = []
     for changes, config in _variants(plan, question.facts.batch_norms > 0):
         try:

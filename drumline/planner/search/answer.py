@@ -144,20 +144,23 @@ def corrected_answer(answer: Answer, probes: tuple[Probe, ...]) -> Answer:
     own = {probe.name: probe.factors for probe in probes if probe.factors is not None}
     common = mean(own.values())
     failed = {probe.name: probe.failed for probe in probes if probe.failed}
-    estimated = [(c, c.name) for c in answer.ranked] + [(r.best, r.name) for r in answer.refused if r.best is not None]
-    ranked, refused = list[Candidate](), [r for r in answer.refused if r.best is None]
-    for candidate, name in estimated:
-        better = replace(candidate, estimate=corrected(candidate.estimate, own.get(candidate.name, common)))
-        if candidate.name in failed:
-            refused.append(Refused(candidate.name, failed[candidate.name], better))
-        elif better.estimate.verdict == "no":
-            refused.append(Refused(name, why_not(better.estimate), better))
+    named = [(c.name, c) for c in answer.ranked] + [(r.name, r.best) for r in answer.refused if r.best is not None]
+    better = ((name, replace(c, estimate=corrected(c.estimate, own.get(c.name, common)))) for name, c in named)
+    without = replace(answer, refused=tuple(r for r in answer.refused if r.best is None), probes=probes)
+    return ranked_anew(without, ((c.name if c.name in failed else name, c) for name, c in better), failed)
+
+
+def ranked_anew(answer: Answer, named: Iterable[tuple[str, Candidate]], failed: Mapping[str, str]) -> Answer:
+    """The answer with these candidates in the place of its own. One that does not fit, or has `failed` (name → reason), is refused."""
+    ranked, refused = list[Candidate](), list(answer.refused)
+    for name, candidate in named:
+        reason = failed.get(candidate.name) or (why_not(candidate.estimate) if candidate.estimate.verdict == "no" else "")
+        if reason:
+            refused.append(Refused(name, reason, candidate))
         else:
-            ranked.append(better)
-    return replace(answer, ranked=tuple(in_order(ranked)), refused=tuple(refused), probes=probes)
+            ranked.append(candidate)
+    return replace(answer, ranked=tuple(in_order(ranked)), refused=tuple(refused))
 
-
-# ---------------------------------------------------------------------------------------------- probes: a few real steps
 
 STATES = ("parameters", "gradients", "optimizer")
 

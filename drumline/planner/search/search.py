@@ -25,7 +25,7 @@ from drumline.core.strategy import Space, StrategySpec
 from drumline.errors import PlanError
 from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import Device, Machine
-from drumline.planner.cost.estimate import estimate
+from drumline.planner.cost.times import estimate
 from drumline.planner.search.answer import TIE, Answer, Candidate, Question, Refused, faster, in_order, why_not
 
 FEW = 3  # strategies of a family that an answer holds

@@ -120,8 +120,6 @@ class FSDP2Strategy(Degrees):
         """States on the host: of use where that is another memory."""
         return [(3, self.model_copy(update={"offload": "cpu"}))] if device == "cuda" and self.offload != "cpu" else []
 
-    # --------------------------------------------------------------------------------------------------------------- cost
-
     def shards(self, mesh: Mesh) -> int:
         """Context parallel ranks shard with the data ranks, copies do not."""
         return mesh.shard * mesh.cp

@@ -261,9 +261,6 @@ def _require_equal(path: str, value: Any, rule: Ruled) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------------------ nested dicts
-
-
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():

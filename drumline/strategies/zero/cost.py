@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from drumline.core.cost import FULL, LOW, WIDTH, Beside, Buffers, Copied, Host, State, Volume, slots
 from drumline.core.estimate import Activations
-from drumline.core.facts import ModelFacts, Weight
+from drumline.core.facts import ModelFacts
 from drumline.core.mesh import Mesh
 from drumline.core.plan import Layout
 from drumline.core.strategy import StrategySpec
@@ -69,8 +69,6 @@ class ZeroCosts(StrategySpec):
 
     def shards(self, mesh: Mesh) -> int:
         return mesh.shard
-
-    # ------------------------------------------------------------------------------------------------------------- memory
 
     def state(self, layout: Layout, facts: ModelFacts, mine: Part) -> State:
         """Gradients: as they lie at the end of the last backward of a step. Weights have fp32 masters besides them in fp32, too."""
@@ -164,8 +162,6 @@ class ZeroCosts(StrategySpec):
             load = between + (FULL * cut.pieces if low else 0) + (FULL + beside) * piece
         return Host(between, load, between, 1 + layout.config.checkpoint.asynchronous)
 
-    # ---------------------------------------------------------------------------------------------- traffic, and the host's
-
     def send(self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None) -> None:
         """Stage 1 and 2 add up gradients by all-reduce (`use_multi_rank_bucket_allreduce`), unsharded, in fp32
         (`communication_data_type`): stage 1 after the last micro-batch, stage 2 after each. After the step each of the optimizer's groups
@@ -247,18 +243,13 @@ def _cut(facts: ModelFacts, ranks: int, persistent: int, reuse: int, live: int, 
     sums, behind = Counter[str](), 0
     before, after = (tuple(w for w in facts.end_weights if (w.place == "before") == first) for first in (True, False))
     head = sum(weight.numel for weight in after)
-    for block in (*reversed(facts.block_weights), before):
+    for block in (*reversed(facts.block_weights), before, after):
         here = sum(weight.numel for weight in block)
-        far = behind + here + head >= live and (3 if recomputed else 2) * behind + head >= reuse
-        _add(sums, block, ranks, persistent, far)
+        far = block is not after and behind + here + head >= live and (3 if recomputed else 2) * behind + head >= reuse
         behind += here
-    _add(sums, after, ranks, persistent, False)
+        for weight in block:
+            part, is_kept = -(-weight.numel // ranks), weight.numel <= persistent
+            sums["whole" if is_kept else "gathered"] += part
+            sums["again"] += part if far and not is_kept else 0
+            sums["trainable"] += part if weight.trainable else 0
     return sums
-
-
-def _add(sums: Counter[str], weights: tuple[Weight, ...], ranks: int, persistent: int, far: bool) -> None:
-    for weight in weights:
-        part, is_kept = -(-weight.numel // ranks), weight.numel <= persistent
-        sums["whole" if is_kept else "gathered"] += part
-        sums["again"] += part if far and not is_kept else 0
-        sums["trainable"] += part if weight.trainable else 0

@@ -86,7 +86,11 @@ def prepare(
         model=module, model_parameters=list(trainable.values()), optimizer=optimizer, config=options, dist_init_required=False
     )
     made = DeepSpeedEngine(plan, model, trainable, engine)
-    made.set_masters(masters)
+    for name, value in masters.items():  # the weights before rounding
+        if made.sharded:
+            safe_set_local_fp32_param(trainable[name], value.to(engine.device))
+        else:
+            safe_set_full_fp32_param(trainable[name], value.to(engine.device))
     return made
 
 
@@ -265,16 +269,6 @@ class DeepSpeedEngine(ForwardEngine):
         own = tensors_in(*((p.grad, getattr(p, "grad_accum", None)) for p in (*self.model.parameters(), *masters)))
         kept = tensors_in(*(_plain(getattr(self.zero, name, None)) for name in GRADIENTS))
         return MemoryStats.of(weights, [*own, *kept], [*masters, *tensors_in(*self.engine.basic_optimizer.state.values())])
-
-    def set_masters(self, masters: dict[str, torch.Tensor]) -> None:
-        """Set fp32 weights from before rounding, by parameter name: whole, or this rank's part under stage 3. Collective."""
-        for name, value in masters.items():
-            if self.sharded:
-                safe_set_local_fp32_param(self.named[name], value.to(self.engine.device))
-            else:
-                self._set(self.named[name], value.to(self.engine.device), None)
-
-    # ------------------------------------------------------------------------------------------------------------ inside
 
     @contextlib.contextmanager
     def _with_norms(self, norms: Any) -> Iterator[None]:

@@ -26,8 +26,13 @@ def require(offloads: dict[str, Offload], on_progress: Callable[[str, int, int |
     if importlib.util.find_spec("deepspeed") is None:
         raise EnvironmentFault("the package deepspeed is missing", where="strategy", fix="pip install deepspeed ninja")
     on_disk = {where: offload for where, offload in offloads.items() if offload.kind == "nvme"}
+    if on_disk and ctypes.util.find_library("aio") is None:
+        fix = "apt-get install libaio-dev, or offload to cpu"
+        raise EnvironmentFault("NVMe offload needs libaio", where=next(iter(on_disk)), fix=fix)
     for where, offload in on_disk.items():
-        _require_disk(Path(offload.path or "."), where)
+        path = Path(offload.path or ".")
+        if not path.is_dir() or not os.access(path, os.W_OK):
+            raise EnvironmentFault(f"{path} is no folder that can be written to", where=f"{where}.path", fix="name one on the NVMe disk")
     if on_disk:
         compile_helper(on_progress)
 
@@ -37,7 +42,12 @@ def compile_helper(on_progress: Callable[[str, int, int | None], None]) -> None:
 
     Raises EnvironmentFault.
     """
-    _require_compiler()
+    beside = Path(sys.executable).parent  # pip puts ninja there, and PATH need not know
+    if shutil.which("ninja") is None and (beside / "ninja").exists():
+        os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{beside}"
+    for tool, fix in (("ninja", "pip install ninja"), (os.environ.get("CXX", "c++"), "install a C++ compiler, such as g++")):
+        if shutil.which(tool) is None:
+            raise EnvironmentFault(f"DeepSpeed compiles a helper for NVMe, and {tool} is missing", where="strategy", fix=fix)
     from drumline.vendor.torch import get_build_directory
 
     root = Path(get_build_directory("drumline", verbose=False)).parent  # where torch keeps what it compiles
@@ -86,19 +96,3 @@ def _clear(root: Path) -> None:
     for left in root.glob("*/lock"):
         if left.parent not in building and time.time() - left.stat().st_mtime > A_MOMENT:
             left.unlink(missing_ok=True)
-
-
-def _require_compiler() -> None:
-    beside = Path(sys.executable).parent  # pip puts ninja there, and PATH need not know
-    if shutil.which("ninja") is None and (beside / "ninja").exists():
-        os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{beside}"
-    for tool, fix in (("ninja", "pip install ninja"), (os.environ.get("CXX", "c++"), "install a C++ compiler, such as g++")):
-        if shutil.which(tool) is None:
-            raise EnvironmentFault(f"DeepSpeed compiles a helper for NVMe, and {tool} is missing", where="strategy", fix=fix)
-
-
-def _require_disk(path: Path, where: str) -> None:
-    if ctypes.util.find_library("aio") is None:
-        raise EnvironmentFault("NVMe offload needs libaio", where=where, fix="apt-get install libaio-dev, or offload to cpu")
-    if not path.is_dir() or not os.access(path, os.W_OK):
-        raise EnvironmentFault(f"{path} is no folder that can be written to", where=f"{where}.path", fix="name one on the NVMe disk")
