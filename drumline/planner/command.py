@@ -16,10 +16,9 @@ from drumline.planner.cluster import network_assumed
 from drumline.planner.cost.times import estimate
 from drumline.planner.question import FLAGS, Flags, Found, ask, load_with_flags
 from drumline.planner.report import table
-from drumline.planner.report.as_json import as_json, candidate, catalog
 from drumline.planner.report.check import show_probes
 from drumline.planner.report.explanation import explain, pick
-from drumline.planner.report.yaml_output import to_use
+from drumline.planner.report.output import as_json, candidate, catalog, to_use
 from drumline.planner.search.advice import nothing_fits, refusal
 from drumline.planner.search.answer import Answer, Candidate, ranked_anew, require_here
 from drumline.planner.search.auto import heuristic_first

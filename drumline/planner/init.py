@@ -22,7 +22,7 @@ from drumline.core.registry import kinds_alone
 from drumline.errors import EnvironmentFault, UserError
 from drumline.models.shapes import find
 from drumline.planner.question import ADAPTERS, Flags, Found, ask, find_model, mistakes_by_flag
-from drumline.planner.report.yaml_output import SCHEMA, file, why
+from drumline.planner.report.output import SCHEMA, file, why
 from drumline.planner.search.advice import STEP, nothing_fits, refusal
 from drumline.planner.search.search import search
 from drumline.report.bars import OnProgress, bars

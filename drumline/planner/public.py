@@ -11,7 +11,7 @@ from drumline.core.load import Overrides, overrides_of
 from drumline.core.yaml_lines import write_yaml
 from drumline.planner.question import Flags, ask, load_with_flags
 from drumline.planner.report.explanation import explain
-from drumline.planner.report.yaml_output import full_config
+from drumline.planner.report.output import full_config
 from drumline.planner.search.advice import nothing_fits, refusal
 from drumline.planner.search.answer import Answer, Candidate, Refused
 from drumline.planner.search.search import search

@@ -29,12 +29,10 @@ from drumline.core.by_name import find_function
 from drumline.core.redact import redact, redacted_streams, reveal
 from drumline.core.rollouts import FunctionReward, MathReward, RegexReward, Reward, TaskReward
 from drumline.errors import ConfigError, DrumlineError
-from drumline.rl.isolated import Channel
+from drumline.rl.rewards import LARGEST, Channel
 
 NICENESS = 10
 LONGEST_REASON = 200
-# Statistics of rewards are made in fp32: their squares, summed over a rollout, stay below its 3e38.
-LARGEST = 1e15
 FIX = "write module:function or file.py:function, or install the package that has it"
 # The verifiers of these compare boards with ==, and a board consists of tuples, which JSON has made lists.
 TUPLES = ("arc_agi", "rearc")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common import commit
-from drumline.bench.difference import Difference
+from drumline.bench.verify import Difference
 from tests.distributed.rows import PAIRS, STEPS, Case, Row
 
 Record = Callable[[Row, Case, Difference], None]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from drumline.bench.difference import difference
+from drumline.bench.verify import difference
 from drumline.core.load import load
 from drumline.core.plan import Plan
 from drumline.models import load as models

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.bench.difference import difference
+from drumline.bench.verify import difference
 from drumline.checkpoint.load import check, load, newest
 from tests.distributed.ranks import run_module
 from tests.distributed.session_worker import STEPS

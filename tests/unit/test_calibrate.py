@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from drumline.bench.calibrate import group_sizes, write
-from drumline.bench.calibrate_rank import rate_of_large
+from drumline.bench.calibrate import group_sizes, rate_of_large, write
 from drumline.core.load import load
 from drumline.errors import EnvironmentFault
 from drumline.hardware.calibration import (

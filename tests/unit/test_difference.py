@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drumline.bench.difference import _distances, _portions, _rounded
+from drumline.bench.verify import _distances, _portions, _rounded
 
 
 def run_of(key_share: float) -> list[tuple[str, float, float, float]]:

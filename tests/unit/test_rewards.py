@@ -20,8 +20,7 @@ from pydantic import TypeAdapter
 from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.core.rollouts import Reward
 from drumline.errors import ConfigError, EnvironmentFault
-from drumline.rl.isolated import Isolated
-from drumline.rl.rewards import Item, Rewards, check, overlong, reward_names
+from drumline.rl.rewards import Isolated, Item, Rewards, check, overlong, reward_names
 from tests.harness import ENV, drumline, write_config
 from tests.tiny import tiny_model_dir
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drumline.bench.difference import difference
+from drumline.bench.verify import difference
 from tests.harness import drumline, survivors, write_config
 from tests.tiny import tiny_model_dir
 

@@ -20,8 +20,7 @@ from drumline.core.estimate import HostMemory, Memory
 from drumline.core.explain import count
 from drumline.errors import PlanError, UserError
 from drumline.hardware.catalog import DEVICES, GIGA, LINKS, TERA
-from drumline.planner.report.as_json import VERSION, candidate
-from drumline.planner.report.yaml_output import overrides
+from drumline.planner.report.output import VERSION, candidate, overrides
 from drumline.planner.search.advice import Change, max_batch, max_length, what_if, with_adapter
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
 from drumline.planner.search.auto import disagreements, with_little_room

@@ -1,9 +1,10 @@
-"""The YAML and the command that train by a candidate, and the whole file of `drumline init`. Pure."""
+"""The answer as JSON with every number (docs/planning.md says what each is), the YAML and the command that train by a candidate, and the
+whole file of `drumline init`. Pure."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -15,9 +16,13 @@ from drumline.core.estimate import FITS
 from drumline.core.explain import flow
 from drumline.core.registry import kinds_alone
 from drumline.core.yaml_lines import write_yaml
-from drumline.planner.search.answer import GB, Answer, Candidate, number
-from drumline.planner.search.auto import with_little_room
+from drumline.hardware.catalog import DEVICES, LINKS
+from drumline.hardware.cluster import DeviceSpec, Link
+from drumline.planner.search.advice import Change
+from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
+from drumline.planner.search.auto import disagreements, with_little_room
 
+VERSION = 1  # of the JSON, whose keys stay
 # Sections that a layout sets. What else is in a candidate's config is the user's own.
 CHOSEN = ("strategy", "batch", "memory", "precision", "compile")
 SCHEMA = "drumline.schema.json"
@@ -118,3 +123,98 @@ def overrides(config: Config, candidate: Candidate) -> list[str]:
         if given != getattr(batch, key) and not (key == "global_samples" and config.batch.global_tokens is not None):
             made.append(f"batch.{key}={getattr(batch, key)}")
     return made
+
+
+def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Change] = ()) -> dict[str, Any]:
+    """The answer in bytes, seconds, tokens and FLOPs, never scaled. `changes`: what would make it fit, where nothing does."""
+    question, facts, cluster = answer.question, answer.question.facts, answer.question.cluster
+    return {
+        "version": VERSION,
+        "model": {
+            "id": question.config.model.id,
+            "type": facts.name,
+            "parameters": facts.parameters,
+            "learned": facts.trainable,
+            "layers": facts.layers,
+            "hidden": facts.hidden,
+            "vocabulary": facts.vocab_size,
+            "flops_per_token": facts.flops_per_token,
+            "roles": {name: {"parameters": f.parameters} for name, f in facts.roles.items()},
+        },
+        "cluster": {
+            **_device(cluster.device),
+            "per_node": cluster.per_node,
+            "nodes": cluster.nodes,
+            "intra": _link(cluster.intra),
+            "inter": _link(cluster.inter),
+            "host_link": _link(cluster.host_link),
+            "host_memory_bytes": cluster.host_memory_bytes,
+            "price_per_device_hour": cluster.price_per_device_hour,
+            "found_here": cluster.found,
+        },
+        "task": {
+            "algorithm": question.config.algorithm.kind,
+            "max_length": question.config.data.max_length,
+            "data": None if question.data is None else question.data.model_dump(mode="json"),
+        },
+        "ranked": [candidate(question, c, tokens) for c in answer.ranked],
+        "refused": [
+            {"name": r.name, "reason": r.reason, "best": candidate(question, r.best, tokens) if r.best else None} for r in answer.refused
+        ],
+        "tight": candidate(question, answer.tight, tokens) if answer.tight and not answer.probes else None,
+        "looked_at": answer.looked_at,
+        "guides": [{"guide": d.heuristic, "says": d.says, "reason": d.reason} for d in disagreements(answer)],
+        "changes": [{"what": c.what, "candidate": candidate(question, c.found, tokens)} for c in changes],
+        "probes": [probe.model_dump(mode="json") for probe in answer.probes],
+    }
+
+
+def candidate(question: Question, found: Candidate, tokens: float | None = None) -> dict[str, Any]:
+    """The numbers of one candidate."""
+    layout, estimate = found.layout, found.estimate
+    return {
+        "name": found.name,
+        "verdict": estimate.verdict,
+        "strategy": found.config.strategy.model_dump(mode="json"),
+        "mesh": layout.mesh.model_dump(mode="json"),
+        "devices": found.devices,
+        "micro_batch": layout.batch.micro_batch,
+        "accumulation": layout.batch.accumulation,
+        "global_samples": layout.batch.global_samples,
+        "activation_checkpointing": layout.activation_checkpointing,
+        "precision": layout.precision,
+        "steps": layout.steps,
+        "tokens_per_step": layout.tokens_per_step,
+        "memory": estimate.memory.model_dump(mode="json"),
+        "memory_limit": estimate.limit,
+        "host": estimate.host.model_dump(mode="json"),
+        "host_limit": estimate.host_limit,
+        "seconds": {**estimate.seconds.model_dump(mode="json"), "total": estimate.seconds.total},
+        "traffic": {**estimate.traffic.model_dump(mode="json"), "total": estimate.traffic.total},
+        "tokens_per_s": estimate.tokens_per_s,
+        "mfu": estimate.mfu,
+        "hours": found.hours(tokens),
+        "cost": found.cost(question.cluster.price_per_device_hour, tokens),
+        "config": chosen(found),
+    }
+
+
+def catalog() -> dict[str, Any]:
+    """The devices and links of the catalog."""
+    devices = [_device(spec) | {"intra": spec.intra, "host_link": spec.host_link, "source": spec.source} for spec in DEVICES.values()]
+    links = [_link(link) | {"reached": link.efficiency, "source": link.source} for link in LINKS.values()]
+    return {"version": VERSION, "devices": devices, "links": links}
+
+
+def _device(spec: DeviceSpec) -> dict[str, Any]:
+    return {
+        "device": spec.name,
+        "kind": spec.kind,
+        "memory_bytes": spec.memory_bytes,
+        "memory_bytes_per_s": spec.bandwidth,
+        "flops": dict(spec.flops),
+    }
+
+
+def _link(link: Link) -> dict[str, Any]:
+    return {"name": link.name, "bytes_per_s": link.bandwidth, "latency_s": link.latency}
