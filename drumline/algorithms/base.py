@@ -40,7 +40,6 @@ class Algorithm(Protocol):
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
         """The loss of a training micro-batch."""
-        ...
 
     def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
         """The same with the sums that held-out metrics need; runs without gradients."""
@@ -60,7 +59,6 @@ class Referenced(Algorithm, Protocol):
 
     def score(self, outputs: Any, batch: Any) -> torch.Tensor:
         """What is compared, for each row, fp64[B]."""
-        ...
 
 
 def policy_objective(algorithm: Algorithm) -> Any:

@@ -72,7 +72,19 @@ class PolicyGradient(Algorithm):
         log_ratio_BT = log_probs_BT - old_BT
         loss_BT, clipped_BT, sums = self.surrogate(log_ratio_BT, log_probs_BT, old_BT, batch)
         policy = (loss_BT * batch.weights_BT).sum()
-        sums |= movement(log_ratio_BT, clipped_BT, entropy_BT, batch) | {"policy": policy.detach()}
+        counts_BT = (batch.targets_BT != IGNORE) & (batch.weights_BT > 0)
+        moved_BT = log_ratio_BT.detach()
+        ratio_BT = moved_BT.exp()
+        sums |= {
+            "policy": policy.detach(),
+            "weight": torch.as_tensor(batch.weight, device=moved_BT.device),
+            "tokens": counts_BT.sum(),
+            "ratio": ratio_BT[counts_BT].sum(),
+            "max_ratio": torch.where(counts_BT, ratio_BT, 0.0).amax(),
+            "clipped": (clipped_BT & counts_BT).sum(),
+            "entropy": entropy_BT.detach()[counts_BT].sum(),
+            "approx_kl": divergence(torch.zeros_like(moved_BT), moved_BT, "k3")[counts_BT].sum(),
+        }
         loss_sum = policy
         if spec.entropy_weight:
             loss_sum = loss_sum - spec.entropy_weight * (entropy_BT * batch.weights_BT).sum()
@@ -136,19 +148,3 @@ def level_ratio(log_ratio_BT: torch.Tensor, targets_BT: torch.Tensor, level: Lit
     counts_BT = targets_BT != IGNORE
     total_B1 = torch.where(counts_BT, log_ratio_BT, 0.0).sum(1, keepdim=True)
     return (total_B1 / counts_BT.sum(1, keepdim=True).clamp(min=1) if level == "sequence" else total_B1).expand_as(log_ratio_BT)
-
-
-def movement(log_ratio_BT: torch.Tensor, clipped_BT: torch.Tensor, entropy_BT: torch.Tensor, batch: EpisodeBatch) -> Sums:
-    """Sums over the tokens that count, for `PolicyGradient.metrics`. A key that starts with `max_` is a maximum."""
-    counts_BT = (batch.targets_BT != IGNORE) & (batch.weights_BT > 0)
-    log_ratio_BT = log_ratio_BT.detach()
-    ratio_BT = log_ratio_BT.exp()
-    return {
-        "weight": torch.as_tensor(batch.weight, device=log_ratio_BT.device),
-        "tokens": counts_BT.sum(),
-        "ratio": ratio_BT[counts_BT].sum(),
-        "max_ratio": torch.where(counts_BT, ratio_BT, 0.0).amax(),
-        "clipped": (clipped_BT & counts_BT).sum(),
-        "entropy": entropy_BT.detach()[counts_BT].sum(),
-        "approx_kl": divergence(torch.zeros_like(log_ratio_BT), log_ratio_BT, "k3")[counts_BT].sum(),
-    }

@@ -209,7 +209,10 @@ class PowerSGD(ErrorFeedback):
         parts = by_parameter(flat, parameters)
         matrices = {p: part.view(p.shape[0], -1) for p, part in parts.items() if is_halved(p.shape, self.options.rank)}
         whole = [part for p, part in parts.items() if p not in matrices]
-        lefts = [matrix @ self._basis(p, matrix) for p, matrix in matrices.items()]
+        for p, matrix in matrices.items():  # the Q to start from: that of the step before, at first a random one
+            if p not in self.bases:
+                self.bases[p] = torch.randn(matrix.shape[1], self.options.rank, generator=self.generator).to(matrix)
+        lefts = [matrix @ self.bases[p] for p, matrix in matrices.items()]
         averaged = self._average_together([*whole, *lefts])
         lefts = [torch.linalg.qr(left).Q for left in averaged[len(whole) :]]
         rights = self._average_together([matrix.T @ left for matrix, left in zip(matrices.values(), lefts, strict=True)])
@@ -223,12 +226,6 @@ class PowerSGD(ErrorFeedback):
         for p, part in by_parameter(error, parameters).items():
             part *= p in matrices
         self.keep(error, parameters)
-
-    def _basis(self, parameter: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-        """The Q to start from: that of the step before, at first a random one."""
-        if parameter not in self.bases:
-            self.bases[parameter] = torch.randn(matrix.shape[1], self.options.rank, generator=self.generator).to(matrix)
-        return self.bases[parameter]
 
     def _average_together(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The averages over ranks, by one collective."""

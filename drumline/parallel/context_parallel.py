@@ -97,7 +97,8 @@ def ulysses(
     query, key, value = heads_for_parts(part, query, key, value)
     heads = _Heads(query.shape[1] // key.shape[1], getattr(module, "is_causal", True))
     out_BThD, _ = sdpa(heads, query, key, value, attention_mask, **options)
-    return parts_for_heads(part, out_BThD), None
+    stretches = out_BThD.unflatten(1, (part.parts, -1)).transpose(0, 1).contiguous()  # [N, B, t, H / N, D]
+    return _exchange(part, stretches).movedim(0, 2).flatten(2, 3), None  # [B, t, H, D]
 
 
 def heads_for_parts(part: SequencePart, *tensors_BHtD: Tensor) -> list[Tensor]:
@@ -106,12 +107,6 @@ def heads_for_parts(part: SequencePart, *tensors_BHtD: Tensor) -> list[Tensor]:
     received = _exchange(part, torch.cat([share.flatten(1) for share in shares], 1))
     whole = received.split([share[0].numel() for share in shares], 1)
     return [flat.view(share.shape).movedim(0, 2).flatten(2, 3) for flat, share in zip(whole, shares, strict=True)]
-
-
-def parts_for_heads(part: SequencePart, out_BThD: Tensor) -> Tensor:
-    """The way back: [B, t, H, D] of [B, T, H / N, D]."""
-    stretches = out_BThD.unflatten(1, (part.parts, -1)).transpose(0, 1).contiguous()  # [N, B, t, H / N, D]
-    return _exchange(part, stretches).movedim(0, 2).flatten(2, 3)
 
 
 def _exchange(part: SequencePart, by_rank: Tensor) -> Tensor:

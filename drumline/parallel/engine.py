@@ -36,11 +36,9 @@ class Engine(Protocol):
 
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
         """Accumulate the gradients of Σ loss / denominator over all samples of all ranks. Returns the sums, `loss` among them."""
-        ...
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         """The sums without gradients; the model is left in training mode."""
-        ...
 
     def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
         """What `read(outputs, batch)` gives for each micro-batch, without gradients; the model is left in training mode.
@@ -48,7 +46,6 @@ class Engine(Protocol):
         The same on all ranks that share the samples. All ranks come with as many micro-batches. `adapter` False: without LoRA's product,
         so the model is what it was before training.
         """
-        ...
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of each weight, frozen ones too, and each persistent buffer, whole, on every rank, one after the other in the
@@ -57,25 +54,20 @@ class Engine(Protocol):
 
         Raises ModelError where weights are packed in 4 or 8 bits.
         """
-        ...
 
     def unsharded_model(self) -> nn.Module | None:
         """The whole Hugging Face model of this rank where it has one that can be called as it is, and None where the model is cut or
         sharded. Put back what is changed on it (mode, cache); never its weights. Collective."""
-        ...
 
     def grad_norm(self) -> torch.Tensor:
         """Global L2 norm of the accumulated gradients, before clipping: an fp64 scalar, the same on all ranks."""
-        ...
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         """Clip by the norm given, update the weights where `finite` (a bool scalar) holds, and forget the gradients. Where it does not,
         weights and moments stay as they are. `lr` None: at the rates that the optimizer has."""
-        ...
 
     def rescales(self) -> bool:
         """True where a non-finite gradient is an overflow of fp16 that `step` answers with a smaller loss scale."""
-        ...
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Weights and optimizer state as they are now, under canonical names (`model.<fqn>`, `optim.<fqn>.<slot>`).
@@ -83,27 +75,22 @@ class Engine(Protocol):
         Between them the ranks name all; a rank may name a part. A checkpoint is saved from them; loading fills them and hands them to
         `load_state`. Collective.
         """
-        ...
 
     def state(self) -> dict[str, Any]:
         """What else must survive, as JSON."""
-        ...
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """Go on from `tensors`, what `tensors()` gave and a checkpoint filled, and from what `state` gave there, with `step`: steps done.
 
         The checkpoint may be another engine's: of `state` nothing but `step` is certain, and sections in `OPTIONAL` may not be filled.
         """
-        ...
 
     def memory_stats(self) -> MemoryStats:
         """Bytes of parameters, gradients and optimizer state that this rank holds now; gradients exist between `forward_backward` and
         `step`."""
-        ...
 
     def exposed_communication(self) -> float | None:
         """Seconds of the last forward_backward in which this rank only waited for gradients of others; None where nothing measures it."""
-        ...
 
 
 class OpenEngine(Engine, Protocol):
@@ -116,23 +103,18 @@ class OpenEngine(Engine, Protocol):
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Around the forwards and backwards of a micro-batch. `last`: of the global batch; at its end all gradients are reduced."""
-        ...
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """What the module gives; floating-point tensors of it in fp32 or more."""
-        ...
 
     def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
         """Accumulate the gradients of Σ loss_sum / denominator over all ranks."""
-        ...
 
     def divide(self, by: torch.Tensor) -> None:
         """Divide the gradients of the global batch by a scalar of the device; before `grad_norm`."""
-        ...
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Within, the model is evaluated: one state on all ranks, no gradients. Collective."""
-        ...
 
 
 def added(outs: list[dict[str, torch.Tensor]]) -> DeviceSums:

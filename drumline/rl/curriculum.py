@@ -40,12 +40,21 @@ class Curriculum:
         self.rates: dict[str, float] = {}  # of the domains that were sampled
 
     def draw(self, count: int) -> list[int]:
-        """The ids of the next `count` prompts."""
+        """The ids of the next `count` prompts: of each domain what is owed rounded down, then one more where most is left."""
+        for name, share in self.shares().items():
+            self.owed[name] += share * count
+        numbers = {name: max(0, int(owed)) for name, owed in self.owed.items()}
+        while (missing := count - sum(numbers.values())) != 0:
+            # Debts of earlier rollouts may round to one too many.
+            step = 1 if missing > 0 else -1
+            choices = [name for name in numbers if step > 0 or numbers[name] > 0]
+            numbers[max(choices, key=lambda name: (step * (self.owed[name] - numbers[name]), name))] += step
         ids: list[int] = []
-        for name, number in self._split(count).items():
+        for name, number in numbers.items():
             at = self.taken[name]
             ids += self.members[name][self.orders[name].ids(at, at + number)].tolist()
             self.taken[name] += number
+            self.owed[name] -= number
         return ids
 
     def shares(self) -> dict[str, float]:
@@ -78,17 +87,3 @@ class Curriculum:
         for mine, saved in ((self.taken, state["taken"]), (self.owed, state["owed"])):
             mine.update({name: saved[name] for name in mine if name in saved})
         self.rates = dict(state["rates"])
-
-    def _split(self, count: int) -> dict[str, int]:
-        """Whole numbers that add up to `count`: what is owed rounded down, then one more where most is left."""
-        for name, share in self.shares().items():
-            self.owed[name] += share * count
-        numbers = {name: max(0, int(owed)) for name, owed in self.owed.items()}
-        while (missing := count - sum(numbers.values())) != 0:
-            # Debts of earlier rollouts may round to one too many.
-            step = 1 if missing > 0 else -1
-            choices = [name for name in numbers if step > 0 or numbers[name] > 0]
-            numbers[max(choices, key=lambda name: (step * (self.owed[name] - numbers[name]), name))] += step
-        for name, number in numbers.items():
-            self.owed[name] -= number
-        return numbers

@@ -29,7 +29,6 @@ class Generator(Protocol):
 
     def generate(self, requests: list[Request], step: int) -> list[Completion]:
         """One completion a request, in the order of the requests. No collective: ranks may have any number of requests."""
-        ...
 
 
 class HFGenerator:

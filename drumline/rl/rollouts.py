@@ -314,8 +314,7 @@ class Rollouts:
         known = [reward for reward in sampled.rewards if not math.isnan(reward)]
         drawn_of = Counter(sample.domain for sample in sampled.samples)
         differ = sampled.differ(self.algorithm.group_size)
-        by_kind = {f"{kind}_s": self.seconds.get(kind, 0.0) for kind in ("generate", "reward", "infer", "train")}
-        event = Rollout(
+        made = Rollout(
             step=step,
             prompts=len(differ),
             drawn=drawn,
@@ -327,10 +326,10 @@ class Rollouts:
             shares={domain: count / len(sampled.samples) for domain, count in sorted(drawn_of.items())},
             failures=sampled.failures,
             **_lengths(sampled),
-            **by_kind,
+            **{f"{kind}_s": self.seconds.get(kind, 0.0) for kind in ("generate", "reward", "infer", "train")},
             metrics=_means(sampled) | metrics,
         )
-        self.emit(event)
+        self.emit(made)
 
 
 def _episodes(made: list[tuple[list[int], Completion]]) -> Episodes:
@@ -355,7 +354,7 @@ def _means(sampled: Sampled) -> dict[str, float]:
 
 
 def _lengths(sampled: Sampled) -> dict[str, float]:
-    completions = [completion for _, completion in (sample.episode for sample in sampled.samples)]
+    completions = [sample.episode[1] for sample in sampled.samples]
     sizes = [len(completion.tokens) for completion in completions]
     return {
         "length": sum(sizes) / len(sizes),

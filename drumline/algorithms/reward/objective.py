@@ -34,7 +34,9 @@ class RewardModel(Algorithm):
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         metrics = self.step_metrics(sums)
-        return {"loss": sums["loss"] / max(1.0, sums["pairs"]), **metrics, "calibration_error": calibration_error(sums)}
+        # Expected calibration error (Naeini et al. 2015): mean over pairs of |accuracy − confidence| of their bin.
+        error = sum(abs(sums[f"excess_{index}"]) for index in range(BINS)) / max(1.0, sums["pairs"])
+        return {"loss": sums["loss"] / max(1.0, sums["pairs"]), **metrics, "calibration_error": error}
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         found = means(sums, "accuracy", "margin", "chosen", "rejected", "chosen_squared", "rejected_squared")
@@ -69,8 +71,3 @@ def calibration_sums(difference_P: torch.Tensor, real_P: torch.Tensor) -> dict[s
     bin_P = ((confidence_P - 0.5) * 2 * BINS).long().clamp(max=BINS - 1)
     excess_K = torch.zeros(BINS, dtype=torch.float64, device=excess_P.device).index_add_(0, bin_P, excess_P)
     return {f"excess_{index}": excess for index, excess in enumerate(excess_K)}
-
-
-def calibration_error(sums: dict[str, float]) -> float:
-    """Expected calibration error (Naeini et al. 2015): mean over pairs of |accuracy − confidence| of their bin."""
-    return sum(abs(sums[f"excess_{index}"]) for index in range(BINS)) / max(1.0, sums["pairs"])

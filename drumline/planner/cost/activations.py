@@ -96,7 +96,13 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
     mask = layout.length * layout.mesh.cp if layout.config.packs or facts.bidirectional else 0
     repeats = bool(mask) or (layout.mesh.cp > 1 and layout.strategy.context_method() == "ring")
     drops = facts.drops_stream * (1 if layout.device == "cuda" else 4 if layout.precision == "fp32" else 2)
-    kept = Attention(mask, repeats, _score_bytes(layout, facts), drops)
+    # With dropout, torch has no tiles on a CPU: it keeps softmax, mask and their product in fp32 (sdp_utils_cpp.cpp of torch).
+    width, attention_ = 4 if layout.precision == "fp32" else 2, layout.config.model.attention
+    scores: float = 12 if facts.drops_scores and layout.device == "cpu" else 0
+    if attention_ == "eager" or (attention_ == "auto" and facts.keeps_scores):
+        dropped = width + (width if layout.device == "cpu" else 1) if facts.drops_scores else width * (width < 4)
+        scores = 4 + width * facts.caps_scores + dropped
+    kept = Attention(mask, repeats, scores, drops)
     return _formula(facts, kind_of(layout), layout.activation_checkpointing, layout.length, kept, adapter, layout.mesh.tp)
 
 
@@ -108,16 +114,6 @@ class Attention(NamedTuple):
     repeats: bool
     scores: float
     drops: int
-
-
-def _score_bytes(layout: Layout, facts: ModelFacts) -> float:
-    """Bytes of each attention score. With dropout, torch has no tiles on a CPU: it keeps softmax, mask and their product in fp32
-    (sdp_utils_cpp.cpp of torch)."""
-    width, attention_ = 4 if layout.precision == "fp32" else 2, layout.config.model.attention
-    if attention_ != "eager" and not (attention_ == "auto" and facts.keeps_scores):
-        return 12 if facts.drops_scores and layout.device == "cpu" else 0
-    dropped = width + (width if layout.device == "cpu" else 1) if facts.drops_scores else width * (width < 4)
-    return 4 + width * facts.caps_scores + dropped
 
 
 @lru_cache(maxsize=4096)

@@ -138,7 +138,10 @@ def deepspeed_config(
     rules = ruled | _agreed(own, config, steps)
     for path, value in own.items():
         if path in rules:
-            _require_equal(path, value, rules[path])
+            rule = rules[path]
+            if value != AUTO and value != rule.value and not (rule.value is False and value is None):
+                what = f"{path} is {json.dumps(value)} in the DeepSpeed config, but the YAML says {json.dumps(rule.value)}"
+                raise PlanError(what, where=rule.where, fix=f"make the two agree, or write `{path.rpartition('.')[2]}: auto` there")
         elif value == AUTO and path not in sizes and not path.startswith(("optimizer.", "scheduler.")):
             raise PlanError(f"{path}: the plan has no value for auto", where="strategy.config", fix="write a value, or leave the key out")
         elif value != AUTO and path.startswith(("optimizer.params.", "scheduler.params.")):
@@ -250,15 +253,6 @@ def _sizes(facts: ModelFacts | None) -> dict[str, int | None]:
         "zero_optimization.stage3_prefetch_bucket_size": hidden and int(0.9 * hidden * hidden),
         "zero_optimization.stage3_param_persistence_threshold": hidden and 10 * hidden,
     }
-
-
-def _require_equal(path: str, value: Any, rule: Ruled) -> None:
-    if value != AUTO and value != rule.value and not (rule.value is False and value is None):
-        raise PlanError(
-            f"{path} is {json.dumps(value)} in the DeepSpeed config, but the YAML says {json.dumps(rule.value)}",
-            where=rule.where,
-            fix=f"make the two agree, or write `{path.rpartition('.')[2]}: auto` there",
-        )
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

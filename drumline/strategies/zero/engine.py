@@ -267,7 +267,9 @@ class DeepSpeedEngine(ForwardEngine):
         # Outside of its step, ZeRO 3 hides its masters from the optimizer; in fp32 they are the weights themselves.
         masters = tensors_in(getattr(self.zero, "fp32_partitioned_groups_flat", None) or [g["params"] for g in self.zero.param_groups])
         own = tensors_in(*((p.grad, getattr(p, "grad_accum", None)) for p in (*self.model.parameters(), *masters)))
-        kept = tensors_in(*(_plain(getattr(self.zero, name, None)) for name in GRADIENTS))
+        lists = (getattr(self.zero, name, None) for name in GRADIENTS)
+        # Dicts of lists of a class of DeepSpeed's own, whose insides torch does not look into, as lists.
+        kept = tensors_in(*([[*g] if isinstance(g, list) else g for g in k.values()] if isinstance(k, dict) else k for k in lists))
         return MemoryStats.of(weights, [*own, *kept], [*masters, *tensors_in(*self.engine.basic_optimizer.state.values())])
 
     @contextlib.contextmanager
@@ -341,11 +343,6 @@ class DeepSpeedEngine(ForwardEngine):
             safe_set_local_fp32_param(parameter, own)
         else:
             safe_set_local_optimizer_state(parameter, own, slot)
-
-
-def _plain(kept: Any) -> Any:
-    """Dicts of lists of a class of DeepSpeed's own, whose insides torch does not look into, as lists."""
-    return [[*group] if isinstance(group, list) else group for group in kept.values()] if isinstance(kept, dict) else kept
 
 
 def _shape(parameter: Any) -> torch.Size:
