@@ -77,31 +77,24 @@ def _cut_vocabulary(embedding: nn.Module, head: nn.Module | None, mesh: DeviceMe
     """
     # A pipeline's stage has something else in the place of what other stages hold.
     tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", head)
-    embeds, heads = isinstance(embedding, nn.Embedding), isinstance(head, nn.Linear)
-    if tied and not (embeds and heads):
+    if tied and not (isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)):
         return
-    if heads:
-        assert head is not None
+    if isinstance(head, nn.Linear):
         parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()), src_data_rank=None)
-    if embeds:
-        assert isinstance(embedding, nn.Embedding)
-        _cut_embedding(embedding, mesh)
-        if tied:
-            embedding.weight = head.weight  # type: ignore[union-attr,assignment]
-
-
-def _cut_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
-    """A token's row is looked up where it is held and is zero elsewhere; the sum over ranks is the embedding."""
+    if not isinstance(embedding, nn.Embedding):
+        return
     whole = embedding.weight
     cut = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
     embedding.weight = nn.Parameter(cut, requires_grad=whole.requires_grad)
     first, rows = first_row(embedding.num_embeddings, mesh), cut.to_local().shape[0]
     padding = embedding.padding_idx
     embedding.padding_idx = padding - first if padding is not None and first <= padding < first + rows else None
-
+    if tied:
+        embedding.weight = head.weight  # type: ignore[union-attr,assignment]
     local = _with_weights(embedding, embedding.forward, lambda weight: weight.to_local())
 
     def look_up(ids: torch.Tensor) -> torch.Tensor:
+        """A token's row is looked up on the rank that has it and is zero elsewhere; the sum over ranks is the embedding."""
         mine = ids - first
         elsewhere = (mine < 0) | (mine >= rows)
         part = local(mine.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)

@@ -153,7 +153,15 @@ class Rewards:
         """All rewards of an item, in turn, the isolated ones in this thread's process."""
         parts, failures, value = {}, {}, 0.0
         for index, (name, config) in enumerate(zip(self.names, self.configs, strict=True)):
-            parts[name], failure = self._part(index, item, given)
+            failure: str | None = None
+            if isinstance(config, LengthReward):
+                parts[name] = overlong(item.tokens, config.free, config.limit)
+            elif isinstance(config, ModelReward):
+                parts[name], failure = (given[name], None) if math.isfinite(given[name]) else (math.nan, f"returned {given[name]}")
+            elif self._closed:
+                raise RuntimeError("the rewards were closed while they were computed")
+            else:
+                parts[name], failure = self._worker().score(index, item.prompt, item.completion, item.meta, config.timeout_seconds)
             if failure is None and not abs(weighted := config.weight * parts[name]) <= LARGEST:
                 parts[name], failure = math.nan, f"with its weight it is {weighted:g}, beyond ±{LARGEST:g}"
             if failure is None:
@@ -161,17 +169,6 @@ class Rewards:
             else:
                 failures[name] = failure
         return Scored(value, parts, failures)
-
-    def _part(self, index: int, item: Item, given: Mapping[str, float]) -> Rewarded:
-        config = self.configs[index]
-        if isinstance(config, LengthReward):
-            return overlong(item.tokens, config.free, config.limit), None
-        if isinstance(config, ModelReward):
-            value = given[self.names[index]]
-            return (value, None) if math.isfinite(value) else (math.nan, f"returned {value}")
-        if self._closed:
-            raise RuntimeError("the rewards were closed while they were computed")
-        return self._worker().score(index, item.prompt, item.completion, item.meta, config.timeout_seconds)
 
     def _worker(self) -> Isolated:
         worker: Isolated | None = getattr(self._own, "worker", None)

@@ -275,20 +275,19 @@ class VLLMEngine(VLLMClient):
 
         prompts = [{"prompt_token_ids": request.tokens} for request in requests]
         parameters = [SamplingParams(**self.parameters(request, step)) for request in requests]
-        outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
-        return [self._completion(output.outputs[0]) for output in outputs]
+        completions = list[Completion]()
+        for made in (output.outputs[0] for output in self.llm.generate(prompts, parameters, use_tqdm=False)):
+            tokens = list(made.token_ids)
+            if not tokens or made.finish_reason not in ("stop", "length") or made.logprobs is None:
+                raise DrumlineError(f"vLLM gave up a request: {made.finish_reason}", where=WHERE)
+            log_probs = [float(step[token].logprob) for token, step in zip(tokens, made.logprobs, strict=True)]
+            completions.append(Completion(tokens, log_probs, made.finish_reason == "stop"))
+        return completions
 
     def refresh(self, weights: Weights) -> None:
         """Take over all weights. Collective where they are."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.reset_prefix_cache()
-
-    def _completion(self, made: Any) -> Completion:
-        tokens = list(made.token_ids)
-        if not tokens or made.finish_reason not in ("stop", "length") or made.logprobs is None:
-            raise DrumlineError(f"vLLM gave up a request: {made.finish_reason}", where=WHERE)
-        log_probs = [float(step[token].logprob) for token, step in zip(tokens, made.logprobs, strict=True)]
-        return Completion(tokens, log_probs, made.finish_reason == "stop")
 
 
 def require_installed(config: Any) -> None:

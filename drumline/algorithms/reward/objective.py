@@ -30,7 +30,14 @@ class RewardModel(Algorithm):
     def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
         chosen_P, rejected_P = self._rewards(outputs, batch)
         out = self._learn(chosen_P, rejected_P, batch)
-        return LossOut(out.loss_sum, out.sums | calibration_sums(chosen_P - rejected_P, batch.real_P))
+        # For each bin of confidence Σ (is right − confidence). The confidence that the model has in the side it prefers is σ(|Δ|), in
+        # [0.5, 1], which is cut into ten equal bins.
+        difference_P = (chosen_P - rejected_P).detach().double()
+        confidence_P = torch.sigmoid(difference_P.abs())
+        excess_P = ((difference_P > 0).double() - confidence_P) * batch.real_P
+        bin_P = ((confidence_P - 0.5) * 2 * BINS).long().clamp(max=BINS - 1)
+        excess_K = torch.zeros(BINS, dtype=torch.float64, device=excess_P.device).index_add_(0, bin_P, excess_P)
+        return LossOut(out.loss_sum, out.sums | {f"excess_{index}": excess for index, excess in enumerate(excess_K)})
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         metrics = self.step_metrics(sums)
@@ -60,14 +67,3 @@ class RewardModel(Algorithm):
             rejected_squared=rejected_P.detach().double() ** 2,
         )
         return LossOut((loss_P * batch.real_P).sum(), sums)
-
-
-def calibration_sums(difference_P: torch.Tensor, real_P: torch.Tensor) -> dict[str, torch.Tensor]:
-    """For each bin of confidence Σ (is right − confidence). The confidence that the model has in the side it prefers is σ(|Δ|), in
-    [0.5, 1], which is cut into ten equal bins."""
-    difference_P = difference_P.detach().double()
-    confidence_P = torch.sigmoid(difference_P.abs())
-    excess_P = ((difference_P > 0).double() - confidence_P) * real_P
-    bin_P = ((confidence_P - 0.5) * 2 * BINS).long().clamp(max=BINS - 1)
-    excess_K = torch.zeros(BINS, dtype=torch.float64, device=excess_P.device).index_add_(0, bin_P, excess_P)
-    return {f"excess_{index}": excess for index, excess in enumerate(excess_K)}

@@ -226,7 +226,12 @@ class DeepSpeedEngine(ForwardEngine):
         return self.precision == "fp16"
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        self._make_state()
+        if self.slots and not self.has_state:
+            # DeepSpeed's optimizers make their state in the first step: take one of zero gradients at rate zero, which does not count.
+            steps = self.engine.global_steps
+            make_state(self.optimizer, self._first_step)
+            self.steps, self.engine.global_steps = 0, steps
+            self._set_steps(0)
         agree_on_statistics(self.batch_norms)
         named = {n: tensor for n, tensor in canonical_tensors(self.model).items() if n.removeprefix("model.") not in self.named}
         for name, parameter in self.named.items():
@@ -287,15 +292,6 @@ class DeepSpeedEngine(ForwardEngine):
     def _keys(self, name: str) -> list[tuple[str, str | None]]:
         """(canonical name, optimizer slot) of what is kept of a parameter; slot None is the weight itself."""
         return [(f"model.{name}", None), *((f"optim.{name}.{slot}", slot) for slot in self.slots)]
-
-    def _make_state(self) -> None:
-        """DeepSpeed's optimizers make their state in the first step: take one of zero gradients at rate zero, which does not count."""
-        if self.has_state or not self.slots:
-            return
-        steps = self.engine.global_steps
-        make_state(self.optimizer, self._first_step)
-        self.steps, self.engine.global_steps = 0, steps
-        self._set_steps(0)
 
     def _first_step(self) -> None:
         self.engine.eval()  # no statistics are taken of it
