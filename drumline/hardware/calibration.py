@@ -121,13 +121,8 @@ class _File(BaseModel):
 
 
 def hardware(machine: Machine) -> str:
-    """The kind of device: a GPU's name, or the processor's (by the kernel; where it gives none, as macOS, the architecture) and how many of
-    its cores may be used."""
-    if machine.devices:
-        return machine.devices[0].name
-    listing = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", listing.read_text(), re.MULTILINE) if listing.exists() else None
-    return f"{found[1].strip() if found else os.uname().machine}, {machine.cores} cores"
+    """The kind of device: a GPU's name, or the processor's and how many of its cores may be used."""
+    return machine.devices[0].name if machine.devices else f"{processor_name()}, {machine.cores} cores"
 
 
 def software(machine: Machine) -> str:
@@ -164,3 +159,10 @@ def read(path: Path) -> Calibration:
         raise EnvironmentFault("is no calibration: " + (f"{inside}: " if inside else "") + what, where=str(path), fix=fix) from None
     collectives = {(kind, ranks): line for kind, lines in content.collectives.items() for ranks, line in lines.items()}
     return Calibration(**{name: getattr(content, name) for name in Calibration.__dataclass_fields__} | {"collectives": collectives})
+
+
+def processor_name() -> str:
+    """The processor's name by the kernel; where it gives none, as macOS, the architecture."""
+    listing = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", listing.read_text(), re.MULTILINE) if listing.exists() else None
+    return found[1].strip() if found else os.uname().machine
