@@ -21,7 +21,6 @@ from drumline.models.blocks import tensor_plan
 from drumline.models.head import ForwardWithObjective
 from drumline.models.names import all_tensors, canonical_tensors
 from drumline.models.shards import Values
-from drumline.parallel.batchnorm import agree_on_statistics, apply_sync_batchnorm, batch_norms
 from drumline.parallel.compress import compress_ddp
 from drumline.parallel.context_parallel import apply_context_parallel
 from drumline.parallel.data_parallel import BucketedAllReduce, Replicated, Sharded, Spread, Unreplicated
@@ -29,7 +28,14 @@ from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, tota
 from drumline.parallel.norms import LossScale, global_norm, local
 from drumline.parallel.optimizer import MakeOptimizer, build_optimizer, optimizer_tensors
 from drumline.parallel.tensor_parallel import apply_tp
-from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile, apply_ddp
+from drumline.parallel.transforms import (
+    agree_on_statistics,
+    apply_activation_checkpointing,
+    apply_compile,
+    apply_ddp,
+    apply_sync_batchnorm,
+    batch_norms,
+)
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
 from drumline.vendor.torch import foreach_mul_, tree_map_only
 

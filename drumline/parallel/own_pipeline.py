@@ -27,11 +27,11 @@ from drumline.errors import PlanError
 from drumline.models.blocks import blocks
 from drumline.models.shards import Values
 from drumline.parallel import native
-from drumline.parallel.batchnorm import batch_norms
 from drumline.parallel.engine import DeviceSums, Read, Sums
 from drumline.parallel.native import NativeEngine
 from drumline.parallel.pipeline import PartOfPipeline
 from drumline.parallel.stages import Absent
+from drumline.parallel.transforms import batch_norms
 from drumline.vendor.torch import tree_leaves, tree_map_only
 
 NAME_THEM = "return an nn.Sequential, or give the module `stages`: the submodules that it calls one after another"

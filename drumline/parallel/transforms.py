@@ -1,6 +1,7 @@
 """Ways of changing a model in place, applied in one order (see `native.prepare`):
 
-activation checkpointing first, since it re-enters a block's forward; compile next, around the block as it will be run again;
+batch norms first, whose statistics become those of several ranks' samples (Ioffe & Szegedy 2015, over one larger batch);
+activation checkpointing next, since it re-enters a block's forward; then compile, around the block as it will be run again;
 the data-parallel wrapper last, around everything, so that it sees the parameters as they will be used.
 """
 
@@ -20,7 +21,7 @@ from drumline.core.plan import Plan
 from drumline.core.rules import NO_RECOMPUTING
 from drumline.core.strategy import CopyOptions
 from drumline.models.blocks import blocks
-from drumline.parallel.batchnorm import batch_norms
+from drumline.vendor.torch import BatchNorm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ATEN = torch.ops.aten
@@ -37,6 +38,106 @@ ATTENTION = {
     if hasattr(_ATEN, name)
 }
 PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
+
+
+def apply_sync_batchnorm(model: nn.Module, device: str, ranks: int | None) -> None:
+    """Let all batch norms of a model share their statistics over groups of `ranks` neighbours; None: over all ranks. Collective.
+
+    In place, under the same names: torch's own on `device` cuda; it takes no CPU tensors, so there by `OnCPU`. Running statistics of
+    ranks in other groups differ until `agree_on_statistics`.
+    """
+    group = dist.group.WORLD if ranks is None else dist.new_subgroups(ranks)[0]
+    for module in model.modules():
+        if isinstance(module, BatchNorm):
+            # The classes of batch norm hold the same state; the group is all that this one adds.
+            module.__class__ = OnCPU if device == "cpu" else nn.SyncBatchNorm
+            module.process_group = group
+
+
+def batch_norms(model: nn.Module) -> list[BatchNorm]:
+    """The batch norms that keep running statistics."""
+    return [module for module in model.modules() if isinstance(module, BatchNorm) and module.running_mean is not None]
+
+
+def agree_on_statistics(norms: list[BatchNorm]) -> None:
+    """Average the running statistics of batch norms over all ranks, so that all evaluate and save the same. Collective."""
+    if not norms or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
+    flat = torch.cat([buffer.double().flatten() for buffer in buffers])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+        buffer.copy_(mean.view_as(buffer))
+
+
+class OnCPU(BatchNorm):
+    """nn.SyncBatchNorm in plain operations."""
+
+    process_group: Any
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """float[N, C, …] → the same, normalised by channel. In training by the mean and variance over all ranks of the group."""
+        if not self.training:
+            return super().forward(input)
+        output, mean_C, variance_C, count = _Normalise.apply(input, self.weight, self.bias, self.eps, self.process_group)
+        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+            self.num_batches_tracked += 1
+            factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), factor)
+            unbiased_C = variance_C * (count / (count - 1).clamp_min(1))
+            self.running_var.lerp_(unbiased_C.to(self.running_var.dtype), factor)
+        return output
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        assert input.dim() >= 2, input.shape
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight_C: Any, bias_C: Any, eps: float, group: Any) -> tuple[torch.Tensor, ...]:
+        precise = torch.promote_types(input.dtype, torch.float32)
+        x_CM = input.transpose(0, 1).flatten(1).to(precise)
+        mine = torch.zeros(3, x_CM.shape[0], dtype=precise)
+        if x_CM.numel():
+            mean_C = x_CM.mean(1)
+            mine = torch.stack([torch.full_like(mean_C, x_CM.shape[1]), mean_C, (x_CM - mean_C[:, None]).square().sum(1)])
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, mine, group=group)
+        # Counts, means and squared distances of parts make those of the whole (Chan et al. 1979).
+        count_RC, mean_RC, squares_RC = torch.stack(parts).unbind(1)
+        count_C = count_RC.sum(0)
+        mean_C = (count_RC * mean_RC).sum(0) / count_C
+        variance_C = (squares_RC + count_RC * (mean_RC - mean_C).square()).sum(0) / count_C
+        scale_C = (variance_C + eps).rsqrt()
+        normal_CM = (x_CM - mean_C[:, None]) * scale_C[:, None]
+        ctx.save_for_backward(normal_CM, scale_C, weight_C, count_C)
+        ctx.group = group
+        out_CM = normal_CM if weight_C is None else normal_CM * weight_C[:, None]
+        out_CM = out_CM if bias_C is None else out_CM + bias_C[:, None]
+        ctx.mark_non_differentiable(mean_C, variance_C, count_C)
+        return _back(out_CM, input), mean_C, variance_C, count_C
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        normal_CM, scale_C, weight_C, count_C = ctx.saved_tensors
+        grad_CM = grad.transpose(0, 1).flatten(1).to(normal_CM.dtype)
+        grad_bias_C, grad_weight_C = grad_CM.sum(1), (grad_CM * normal_CM).sum(1)
+        # The weights' gradients are this rank's, summed later like all others; what flows back through the statistics is the group's.
+        through = torch.stack([grad_bias_C, grad_weight_C])
+        dist.all_reduce(through, group=ctx.group)
+        mean_CM, slope_CM = (through / count_C)[:, :, None]
+        factor_C = scale_C if weight_C is None else scale_C * weight_C
+        grad_input_CM = (grad_CM - mean_CM - normal_CM * slope_CM) * factor_C[:, None]
+        wanted = [needed and weight_C is not None for needed in ctx.needs_input_grad[1:3]]
+        return _back(grad_input_CM, grad), grad_weight_C if wanted[0] else None, grad_bias_C if wanted[1] else None, None, None
+
+
+def _back(x_CM: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """float[C, N·…] in the shape and type of float[N, C, …]. A copy, also where N is 1: an activation behind may work in place."""
+    swapped = like.transpose(0, 1)
+    return x_CM.to(like.dtype).view(swapped.shape).transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
 
 def apply_activation_checkpointing(model: Any, kind: Literal["none", "selective", "full"]) -> None:

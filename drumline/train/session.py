@@ -40,8 +40,8 @@ from drumline.launchers.environment import die_with_launchers
 from drumline.launchers.tasks import join_tasks
 from drumline.models.blocks import Units
 from drumline.models.tape import Build
-from drumline.parallel.batchnorm import batch_norms
 from drumline.parallel.optimizer import MakeOptimizer
+from drumline.parallel.transforms import batch_norms
 from drumline.strategies.build import build_module
 from drumline.telemetry.events import Emit, Eval, Step
 from drumline.train.build import Start

@@ -30,7 +30,7 @@ from drumline.models.classes import LM
 from drumline.models.head import require_next_token
 from drumline.models.own import find_builder, own_build
 from drumline.models.vision import vision_of
-from drumline.parallel.batchnorm import batch_norms
+from drumline.parallel.transforms import batch_norms
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
 from drumline.planner.question import Found, assemble, find_model, roles_of

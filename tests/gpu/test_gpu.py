@@ -67,8 +67,7 @@ def test_synchronised_batch_norm_is_torchs_own_over_nccl() -> None:
     import torch.distributed as dist
     from torch import nn
 
-    from drumline.parallel.batchnorm import apply_sync_batchnorm
-    from drumline.parallel.transforms import apply_ddp
+    from drumline.parallel.transforms import apply_ddp, apply_sync_batchnorm
 
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     try:

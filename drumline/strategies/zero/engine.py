@@ -34,12 +34,11 @@ from drumline.models.head import ForwardWithObjective, any_batch, split
 from drumline.models.names import all_tensors, canonical_tensors
 from drumline.models.scores import score_head
 from drumline.models.shards import Values
-from drumline.parallel.batchnorm import agree_on_statistics, apply_sync_batchnorm
 from drumline.parallel.data_parallel import Spread
 from drumline.parallel.engine import DeviceSums, added
 from drumline.parallel.native import LOW_PRECISION, ForwardEngine, Plain, lowered, precise
 from drumline.parallel.optimizer import MakeOptimizer, make_state, new_optimizer
-from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile
+from drumline.parallel.transforms import agree_on_statistics, apply_activation_checkpointing, apply_compile, apply_sync_batchnorm
 from drumline.strategies.zero.fill import InTurn, filled, part, require_slots
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
 from drumline.vendor.deepspeed import CPU_Accelerator, combine_grad_norm_groups, get_global_norm_of_tensors
