@@ -101,7 +101,7 @@ MUTATIONS = [
         ("tests/unit/test_grpo.py::test_divergence_estimators",),
     ),
     Mutation(
-        "a value goes on behind the end of a completion", "algorithms/advantages.py",
+        "a value goes on behind the end of a completion", "algorithms/policy.py",
         "value_N = torch.where(mask_NM[:, t], values_NM[:, t], 0.0)", "value_N = values_NM[:, t]",
         ("tests/unit/test_ppo.py::test_gae_is_the_sum_of_discounted_errors",),
     ),

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from drumline.algorithms.advantages import differs
-from drumline.algorithms.policy import KLController, divergence
+from drumline.algorithms.policy import KLController, differs, divergence
 from drumline.core.plan import Plan
 from drumline.core.rollouts import RolloutSpec
 from drumline.data.cache import TokenCache

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from drumline.algorithms.advantages import differs, group_advantages, whiten
 from drumline.algorithms.grpo.objective import GRPO
 from drumline.algorithms.grpo.spec import GRPOConfig
-from drumline.algorithms.policy import KLController, divergence
+from drumline.algorithms.policy import KLController, differs, divergence, group_advantages, whiten
 from drumline.data.episodes import Episodes, collate_episodes
 from drumline.models.head import Outputs
 

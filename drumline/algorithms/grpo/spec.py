@@ -94,7 +94,7 @@ class GRPOConfig(PromptSpec):
         return 1 + self.dynamic_sampling
 
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
-        from drumline.algorithms.advantages import credit_groups
+        from drumline.algorithms.policy import credit_groups
 
         counts_N = ~rewards_N.isnan() & (episodes.ended_N | (not self.mask_truncated))
         credits = credit_groups(episodes, rewards_N, self.group_size, self.scale, self.estimator)

@@ -50,6 +50,6 @@ class PPOConfig(PromptSpec):
         return found
 
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
-        from drumline.algorithms.advantages import credit_tokens
+        from drumline.algorithms.policy import credit_tokens
 
         return credit_tokens(episodes, rewards_N, cost_NM, self.gamma, self.lam, self.whiten)
