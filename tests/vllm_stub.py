@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from safetensors.torch import load_file
 
-from drumline.rl.sampling import Endings, Sampler
+from drumline.rl.generate import Endings, Sampler
 from tests.tiny import tiny_tokenizer
 
 # vllm/entrypoints/openai/completion/protocol.py, of CompletionRequest: what a request may say, and of which type.

@@ -32,8 +32,7 @@ from drumline.models.files import quiet, resolve
 from drumline.models.load import from_hub, hub_options, load_config, load_tokenizer
 from drumline.models.own import read_module
 from drumline.report.bars import OnProgress, aside, bars
-from drumline.rl.generate import HFGenerator, end_tokens
-from drumline.rl.sampling import Completion, Request
+from drumline.rl.generate import Completion, HFGenerator, Request, end_tokens
 from drumline.train.run import Run
 
 ADAPTER = "adapter_config.json"

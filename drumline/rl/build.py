@@ -11,8 +11,7 @@ import torch
 
 from drumline.core import rollouts as c
 from drumline.rl.continuous import ContinuousGenerator
-from drumline.rl.generate import Generator, HFGenerator, InferenceCopy, Weights
-from drumline.rl.sampling import Sampler
+from drumline.rl.generate import Generator, HFGenerator, InferenceCopy, Sampler, Weights
 from drumline.rl.vllm import VLLMEngine, VLLMServer, WeightFolder
 
 

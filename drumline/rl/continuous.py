@@ -16,8 +16,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 
 from drumline.errors import DrumlineError
-from drumline.rl.generate import WHERE, HFGenerator, generating, positions, require_room
-from drumline.rl.sampling import Completion, Request, Sampler, request_seed
+from drumline.rl.generate import WHERE, Completion, HFGenerator, Request, Sampler, generating, positions, request_seed, require_room
 from drumline.vendor.transformers import ContinuousBatchingLogitsProcessorList
 
 PAGE = 32  # tokens of a piece of the cache: short completions would leave most of transformers' 256 empty

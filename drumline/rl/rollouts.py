@@ -29,9 +29,8 @@ from drumline.dist.seeds import derive
 from drumline.errors import TrainingStopped
 from drumline.parallel.engine import Engine
 from drumline.rl.curriculum import Curriculum
-from drumline.rl.generate import place
+from drumline.rl.generate import Completion, Request, place
 from drumline.rl.rewards import Item, Rewards
-from drumline.rl.sampling import Completion, Request
 from drumline.telemetry.events import Emit, Rollout
 
 Score = Callable[[Episodes], torch.Tensor]

@@ -32,8 +32,7 @@ from drumline.core.rollouts import VLLMGenerator as Config
 from drumline.data.templates import end_ids
 from drumline.dist.reduce import from_all
 from drumline.errors import DrumlineError, EnvironmentFault
-from drumline.rl.generate import WHERE, Weights, place, require_room
-from drumline.rl.sampling import Completion, Request, request_seed
+from drumline.rl.generate import WHERE, Completion, Request, Weights, place, request_seed, require_room
 
 SHARD_BYTES = 2 * 2**30  # of a file of weights: what rank 0 has in host memory at once
 TOKEN = "token_id:"

@@ -24,10 +24,9 @@ from drumline.parallel.engine import CompositeEngine, Engine
 from drumline.parallel.native import LOW_PRECISION
 from drumline.rl.build import generator, greedy
 from drumline.rl.curriculum import Curriculum
-from drumline.rl.generate import Generator, generate_together
+from drumline.rl.generate import Completion, Generator, Request, generate_together
 from drumline.rl.rewards import Rewards, reward_names
 from drumline.rl.rollouts import Readers, Reading, Rollouts, last_scores, log_probs_of, scores_after, values_of
-from drumline.rl.sampling import Completion, Request
 from drumline.strategies.build import build_engine
 from drumline.telemetry.events import Emit
 from drumline.train.state import TrainState

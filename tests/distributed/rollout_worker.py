@@ -19,8 +19,7 @@ def vllm(model_dir: str, out: str, url: str) -> None:
     from drumline.dist.start import start, stop
     from drumline.errors import DrumlineError
     from drumline.rl.build import generator
-    from drumline.rl.generate import HFGenerator, generate_together
-    from drumline.rl.sampling import Request
+    from drumline.rl.generate import HFGenerator, Request, generate_together
     from tests.tiny import tiny_tokenizer
 
     share_groups()
@@ -55,8 +54,7 @@ def main(model_dir: str, out: str) -> None:
 
     from drumline.core.rollouts import HFGenerator as Config
     from drumline.dist.start import start, stop
-    from drumline.rl.generate import HFGenerator, generate_together
-    from drumline.rl.sampling import Request
+    from drumline.rl.generate import HFGenerator, Request, generate_together
     from tests.tiny import tiny_tokenizer
 
     share_groups()

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from drumline.rl.generate import deal
-from drumline.rl.sampling import Request
+from drumline.rl.generate import Request, deal
 from tests.distributed.ranks import run_module
 from tests.tiny import tiny_model_dir
 from tests.vllm_stub import StubServer

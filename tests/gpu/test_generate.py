@@ -9,8 +9,7 @@ import torch
 
 from drumline.core import rollouts as c
 from drumline.rl.continuous import ContinuousGenerator
-from drumline.rl.generate import HFGenerator
-from drumline.rl.sampling import Request, gumbel, request_seed
+from drumline.rl.generate import HFGenerator, Request, gumbel, request_seed
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none")

@@ -14,8 +14,7 @@ from drumline.core.rollouts import ContinuousGenerator as ContinuousConfig
 from drumline.core.rollouts import HFGenerator as HFConfig
 from drumline.errors import DataError, DrumlineError, PlanError
 from drumline.rl.continuous import ContinuousGenerator
-from drumline.rl.generate import HFGenerator
-from drumline.rl.sampling import Endings, Request, Sampler, gumbel, request_seed
+from drumline.rl.generate import Endings, HFGenerator, Request, Sampler, gumbel, request_seed
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 TEXTS = ["The", "What is two plus three?", "Every rank keeps in step with the drum: one, two", "A gradient", "Rome", "one two three"]

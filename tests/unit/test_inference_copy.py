@@ -13,8 +13,7 @@ from drumline.core.config import LoRAConfig
 from drumline.errors import ModelError
 from drumline.models import adapters
 from drumline.rl.build import generator
-from drumline.rl.generate import InferenceCopy
-from drumline.rl.sampling import Request
+from drumline.rl.generate import InferenceCopy, Request
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 

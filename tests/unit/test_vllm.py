@@ -23,8 +23,7 @@ from drumline.core.rules import check_rules
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError
 from drumline.rl import vllm
 from drumline.rl.build import generator, greedy
-from drumline.rl.generate import HFGenerator
-from drumline.rl.sampling import Request, request_seed
+from drumline.rl.generate import HFGenerator, Request, request_seed
 from drumline.rl.vllm import VLLMServer, WeightFolder
 from tests.distributed.ranks import free_port
 from tests.tiny import tiny_model_dir, tiny_tokenizer
