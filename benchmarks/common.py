@@ -35,7 +35,7 @@ def parse(given: argparse.ArgumentParser, **smoke: Any) -> argparse.Namespace:
 
 def heading() -> dict[str, Any]:
     """What a results file says first: the command, the commit, the hardware and the versions that its figures are of."""
-    from drumline.hardware.calibration import processor_name
+    from drumline.hardware.cluster import processor_name
     from drumline.hardware.detect import detect
 
     machine = detect()

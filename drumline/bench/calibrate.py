@@ -30,7 +30,7 @@ from drumline.core.signals import LauncherSignals
 from drumline.dist.reduce import from_all
 from drumline.dist.start import Ranks, start, stop
 from drumline.errors import EnvironmentFault, Preempted, UserError, WorkerFailed
-from drumline.hardware.calibration import Calibration, Measured, Product, hardware, line_through, place, read, software
+from drumline.hardware.cluster import Calibration, Measured, Product, calibration_path, hardware, line_through, read_calibration, software
 from drumline.hardware.detect import Machine, cache_dir, detect, free_bytes
 from drumline.launchers.agent import Agent
 from drumline.launchers.environment import listen
@@ -101,7 +101,7 @@ def calibrate(quick: bool, nproc: int | None, out: Path | None) -> int:
         raise UserError(f"{ranks} ranks on {where}", where="--nproc", fix=f"at most {most}")
     if out is not None and out.is_dir():
         raise UserError("is a folder, a file is wanted", where=f"--out {out}", fix=f"--out {out / 'measured.json'}")
-    target = out or place(machine)
+    target = out or calibration_path(machine)
     folder = cache_dir()
     _require_space(folder, DISK_BYTES, "set XDG_CACHE_HOME to a folder of another disk")
     _require_space(target.absolute().parent, MIB, "choose another place")
@@ -133,7 +133,7 @@ def _measured_by_ranks(machine: Machine, ranks: int, quick: bool, folder: Path) 
             last_line = "" if cause.error else "".join(tail)
             what = f"rank {cause.rank} {cause.message} {last_line}".rstrip()
             raise WorkerFailed(what, where="calibrate", fix="fewer ranks with --nproc, or --quick")
-        return read(Path(task.out))
+        return read_calibration(Path(task.out))
 
 
 def write(calibration: Calibration, path: Path, *, measured: str, quick: bool) -> None:

@@ -10,8 +10,7 @@ from typing import Literal
 from drumline.core.cluster import ClusterConfig
 from drumline.core.config import Config
 from drumline.hardware import catalog
-from drumline.hardware.calibration import Calibration, calibration_for, read
-from drumline.hardware.cluster import Cluster, DeviceSpec
+from drumline.hardware.cluster import Calibration, Cluster, DeviceSpec, calibration_for, read_calibration
 from drumline.hardware.detect import Machine
 
 # FLOP of fp32 in a cycle of one core: two fused multiply-adds on eight numbers each (AVX2: Intel's and AMD's optimisation manuals).
@@ -37,7 +36,7 @@ def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int
         intra, inter, host_link = map(described.link, (spec.intra, described.inter, spec.host_link))
         base = Cluster(spec, 1, 1, intra, inter, host_link, notes=notes)
     if described.calibration is not None:
-        named = read(Path(described.calibration))
+        named = read_calibration(Path(described.calibration))
         measured = named.shared(ranks) if base.device.kind == "cpu" else named
     else:  # of this machine, which has measured its own link alone
         measured = base.calibration if described.intra is None else replace(base.calibration, collectives={})

@@ -19,8 +19,7 @@ from drumline.core.load import Loaded, load_text, reader
 from drumline.core.model import ModelConfig
 from drumline.core.plan import DataPlan, RolePlan
 from drumline.errors import ConfigError, DataError, ModelError, UserError
-from drumline.hardware.calibration import calibration_for
-from drumline.hardware.cluster import Cluster
+from drumline.hardware.cluster import Cluster, calibration_for
 from drumline.hardware.detect import detect
 from drumline.models import shapes
 from drumline.models.classes import of_images_alone

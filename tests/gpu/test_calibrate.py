@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.hardware.calibration import read
 from drumline.hardware.catalog import by_driver
+from drumline.hardware.cluster import read_calibration
 from tests.harness import drumline
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none")
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def test_a_gpu_is_measured(tmp_path: Path) -> None:
     done = drumline("calibrate", "--quick", "--out", tmp_path / "box.json")
     assert done.code == 0, done.err
-    measured, gpus = read(tmp_path / "box.json"), torch.cuda.device_count()
+    measured, gpus = read_calibration(tmp_path / "box.json"), torch.cuda.device_count()
     assert set(measured.host) == {"to_device", "to_host"} and all(line.bandwidth > 1e9 for line in measured.host.values())
     assert {size for _, size in measured.collectives} == ({2, gpus} if gpus > 1 else set()) | {2**i for i in range(1, 8) if 2**i <= gpus}
     spec = by_driver(torch.cuda.get_device_name())

@@ -13,15 +13,15 @@ import pytest
 from drumline.bench.calibrate import group_sizes, rate_of_large, write
 from drumline.core.load import load
 from drumline.errors import EnvironmentFault
-from drumline.hardware.calibration import (
+from drumline.hardware.cluster import (
     Calibration,
     Measured,
     Product,
     calibration_for,
+    calibration_path,
     hardware,
     line_through,
-    place,
-    read,
+    read_calibration,
     software,
 )
 from drumline.hardware.detect import Device, Machine, detect
@@ -66,7 +66,7 @@ def test_two_ranks_measure_and_planning_reads_it(cache: Path, monkeypatch: pytes
     assert cluster.rate("fp32") == measured.matmul["fp32"] / 2
     line = measured.collectives["all_gather", 2]
     assert cluster.collective_seconds("all_gather", 1e6, 2) == line.latency + 1e6 / line.bandwidth
-    assert not [path for path in cache.rglob("*") if path.is_file() and path != place(machine)] and not survivors(str(cache))
+    assert not [path for path in cache.rglob("*") if path.is_file() and path != calibration_path(machine)] and not survivors(str(cache))
 
 
 @pytest.mark.slow
@@ -92,17 +92,17 @@ def test_ranks_end_with_the_command(number: signal.Signals, tmp_path: Path, cach
 
 def test_what_is_written_is_read_back(tmp_path: Path, cache: Path) -> None:
     write(MEASURED, tmp_path / "a" / "box.json", measured="today", quick=True)
-    assert read(tmp_path / "a" / "box.json") == MEASURED
+    assert read_calibration(tmp_path / "a" / "box.json") == MEASURED
     config = tmp_path / "c.yaml"
     config.write_text("data: {train: [{kind: file, path: x}]}\ncluster: {device: h100, per_node: 2, calibration: a/box.json}\n")
     cluster = cluster_of(load(config, []).config.cluster, Machine([], 2, 2**33, "cpu", False), 1)
     assert cluster.calibration == MEASURED and cluster.rate("fp32") == 2e9
     gpu = Machine([Device("NVIDIA X", 10**10)], 2, 2**33, "cuda", True)
     assert calibration_for(gpu) is None and hardware(gpu) == "NVIDIA X" and "nccl" in software(gpu)
-    write(replace(MEASURED, hardware="NVIDIA X", software=software(gpu)), place(gpu), measured="today", quick=False)
+    write(replace(MEASURED, hardware="NVIDIA X", software=software(gpu)), calibration_path(gpu), measured="today", quick=False)
     assert calibration_for(gpu) == replace(MEASURED, hardware="NVIDIA X", software=software(gpu))
     # measured with another torch: not this one's
-    write(replace(MEASURED, hardware="NVIDIA X"), place(gpu), measured="today", quick=False)
+    write(replace(MEASURED, hardware="NVIDIA X"), calibration_path(gpu), measured="today", quick=False)
     assert calibration_for(gpu) is None
 
 
@@ -120,18 +120,18 @@ DAMAGE = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_file_is_one_line(name: str, cache: Path) -> None:
     machine = Machine([Device("NVIDIA X", 10**10)], 2, 2**33, "cuda", True)
-    write(MEASURED, place(machine), measured="today", quick=False)
+    write(MEASURED, calibration_path(machine), measured="today", quick=False)
     damage, says = DAMAGE[name]
-    place(machine).write_text(damage(place(machine).read_text()))
+    calibration_path(machine).write_text(damage(calibration_path(machine).read_text()))
     with pytest.raises(EnvironmentFault) as error:
         calibration_for(machine)
     line = error.value.line()
-    assert "\n" not in line and str(place(machine)) in line and says in line and "drumline calibrate" in line, line
+    assert "\n" not in line and str(calibration_path(machine)) in line and says in line and "drumline calibrate" in line, line
 
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFault, match=r"no such file.*give the path of a file that `drumline calibrate` wrote"):
-        read(tmp_path / "nothing.json")
+        read_calibration(tmp_path / "nothing.json")
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import pytest
 from drumline.core.load import load_text, schema
 from drumline.errors import ConfigError
 from drumline.hardware import catalog
-from drumline.hardware.calibration import Calibration, Measured, Product
-from drumline.hardware.cluster import Cluster, Collective
+from drumline.hardware.cluster import Calibration, Cluster, Collective, Measured, Product
 from drumline.hardware.detect import Device, Machine
 from drumline.planner.cluster import cluster_of, found, with_nodes
 from tests.harness import ROOT
