@@ -220,13 +220,18 @@ class Conversation:
         self.ends = sorted(end_tokens(self.module, self.tokenizer))
 
     def answer(self, line: str) -> str:
-        """The answer; both are kept. Ctrl-C ends it early: the text until then is kept."""
+        """The answer; both are kept, and the oldest turns give way where they leave too few positions for it. Ctrl-C ends it early: the text
+        until then is kept."""
         question = {"role": "user", "content": line}
         if (size := len(self._tokens([question]))) >= self.positions:
             _tell(f"that is {size} tokens, and the model has {self.positions} positions: nothing is answered")
             return ""
         self.turns.append(question)
-        ids = self._prompt()
+        if not self.has_template:
+            del self.turns[:-1]
+        while len(ids := self._tokens(self.turns)) + self.max_new_tokens > self.positions and len(self.turns) > 1:
+            del self.turns[:2]
+            _tell("the model's positions are used up: the oldest turn is forgotten")
         out = Printer(self.tokenizer, self.show)
         ids_BT = torch.tensor([ids], device=self.module.device)
         sampled = {"do_sample": True, "temperature": self.temperature} if self.temperature > 0 else {"do_sample": False, **NO_SAMPLING}
@@ -246,15 +251,6 @@ class Conversation:
         answer = "".join(out.answer)
         self.turns.append({"role": "assistant", "content": answer})
         return answer
-
-    def _prompt(self) -> list[int]:
-        """The conversation as tokens; its oldest turns give way where it leaves too few positions for an answer."""
-        if not self.has_template:
-            del self.turns[:-1]
-        while len(ids := self._tokens(self.turns)) + self.max_new_tokens > self.positions and len(self.turns) > 1:
-            del self.turns[:2]
-            _tell("the model's positions are used up: the oldest turn is forgotten")
-        return ids
 
     def _tokens(self, turns: list[Message]) -> list[int]:
         if not self.has_template:

@@ -230,13 +230,7 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         self.at_once = 1 if plan.pipeline.schedule == "model_parallel" else plan.batch.accumulation
         for stage in self.stages:
             stage.splits_backward = plan.pipeline.schedule == "zero_bubble"
-        self.schedule = self._schedule(plan, len(plan.pipeline.layers))
-        self.sums: DeviceSums | None = None  # what stages before the last one return, once they know the names
-        self._train(True)
-
-    def _schedule(self, plan: Plan, number: int) -> Any:
-        """torch's schedule over this rank's stages, with all shapes given: it needs no trial run, and no messages to agree on them."""
-        assert plan.pipeline is not None
+        # torch's schedule over this rank's stages, with all shapes given: it needs no trial run, and no messages to agree on them.
         B, T = plan.batch.micro_batch * plan.batch.rows_per_sample, plan.config.data.max_length
         ids = torch.empty(B, T, dtype=torch.int64, device="meta")
         hidden = torch.empty(B, T, self.cuts.width, dtype=self.dtype, device="meta", requires_grad=True)
@@ -245,7 +239,7 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
             pipelining.PipelineStage(
                 module,
                 self.rank + turn * self.ranks,
-                number,
+                len(plan.pipeline.layers),
                 self.place,
                 input_args=ids if module.is_first else hidden,
                 output_args=loss if module.is_last else hidden,
@@ -256,7 +250,9 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         kind = SCHEDULES[plan.pipeline.schedule]
         interleaves = plan.pipeline.schedule in ("interleaved", "zero_bubble")
         # The loss is a sum and scaled already.
-        return kind(made if interleaves else made[0], self.at_once, loss_fn=lambda out, _target: out.sum(), scale_grads=False)
+        self.schedule = kind(made if interleaves else made[0], self.at_once, loss_fn=lambda out, _target: out.sum(), scale_grads=False)
+        self.sums: DeviceSums | None = None  # what stages before the last one return, once they know the names
+        self._train(True)
 
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
         scale = self.averaged_over / denominator * self.loss_scale.value
