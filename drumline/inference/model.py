@@ -220,8 +220,8 @@ class Conversation:
         self.ends = sorted(end_tokens(self.module, self.tokenizer))
 
     def answer(self, line: str) -> str:
-        """The answer; both are kept, and the oldest turns give way where they leave too few positions for it. Ctrl-C ends it early: the text
-        until then is kept."""
+        """The answer; both are kept, and the oldest turns give way where they leave too few positions. Ctrl-C ends it early: the text until
+        then is kept."""
         question = {"role": "user", "content": line}
         if (size := len(self._tokens([question]))) >= self.positions:
             _tell(f"that is {size} tokens, and the model has {self.positions} positions: nothing is answered")
