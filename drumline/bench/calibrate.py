@@ -205,7 +205,13 @@ def measure(task: Task, ranks: Ranks) -> Calibration:
     products, memory = multiply(task), copy_rate(task)
     host = to_and_from_host(task) if task.device == "cuda" else {}
     disk = write_and_read(task) if ranks.rank == 0 else {}
-    products, memory = _of_all(products, memory, min if task.device == "cuda" else sum)
+    # The rates of all ranks together, which measured at the same time: of GPUs the least, since the slowest sets the pace of a step, and of
+    # a processor the sum.
+    how: Callable[[list[float]], float] = min if task.device == "cuda" else sum
+    of_ranks = from_all((products, memory))
+    same = {precision: zip(*(theirs[precision] for theirs, _ in of_ranks), strict=False) for precision in products}
+    products = {name: tuple(replace(p[0], rate=how([each.rate for each in p])) for p in shapes) for name, shapes in same.items()}
+    memory = how([rate for _, rate in of_ranks])
     matmul = {precision: rate_of_large(measured) for precision, measured in products.items()}
     return Calibration("", "", matmul, memory, collectives(task, ranks), host, disk, products)
 
@@ -329,15 +335,6 @@ def _back_and_forth(bytes_: int, rank: int, task: Task) -> tuple[float, float]:
             times.append((time.perf_counter() - began) / 2)
     dist.barrier()
     return bytes_, min(times)
-
-
-def _of_all(products: Products, memory: float, how: Callable[[list[float]], float]) -> tuple[Products, float]:
-    """The rates of all ranks together, which measured at the same time: `how` is min for GPUs, since the slowest sets the pace of a step,
-    and sum for a processor."""
-    all_ = from_all((products, memory))
-    measured = {precision: zip(*(theirs[precision] for theirs, _ in all_), strict=False) for precision in products}
-    found = {name: tuple(replace(same[0], rate=how([p.rate for p in same])) for same in shapes) for name, shapes in measured.items()}
-    return found, how([rate for _, rate in all_])
 
 
 def _seconds(call: Callable[[], Any], task: Task) -> float:

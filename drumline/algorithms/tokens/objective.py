@@ -31,7 +31,14 @@ class NextToken(Algorithm):
         targets_N, correct_N = batch.targets_BT.reshape(-1), correct_BT.reshape(-1)
         sums = {"tokens": (targets_N != IGNORE).sum(), "correct": correct_N.sum()}
         if self.answers:
-            sums |= _exact(correct_N, targets_N, batch.position_ids_BT)
+            # Sequences with targets, and those of them with no wrong one. A sequence starts wherever positions start again at 0.
+            sequence_N = (batch.position_ids_BT == 0).reshape(-1).cumsum(0) - 1
+            learned_N = targets_N != IGNORE
+            learned_S = torch.zeros(int(sequence_N[-1]) + 1, dtype=torch.long, device=targets_N.device)
+            learned_S.index_add_(0, sequence_N, learned_N.long())
+            wrong_S = torch.zeros_like(learned_S).index_add_(0, sequence_N, (learned_N & ~correct_N).long())
+            has_targets_S = learned_S > 0
+            sums |= {"sequences": has_targets_S.sum(), "exact": (has_targets_S & (wrong_S == 0)).sum()}
         return LossOut(loss_sum, sums)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
@@ -45,14 +52,3 @@ class NextToken(Algorithm):
 def made(spec: TextSpec) -> NextToken:
     """The objective of a spec."""
     return NextToken(spec.loss_chunk, spec.has_answers)
-
-
-def _exact(correct_N: torch.Tensor, targets_N: torch.Tensor, position_ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sequences with targets, and those of them with no wrong one. A sequence starts wherever positions start again at 0."""
-    sequence_N = (position_ids_BT == 0).reshape(-1).cumsum(0) - 1
-    learned_N = targets_N != IGNORE
-    number = int(sequence_N[-1]) + 1
-    learned_S = torch.zeros(number, dtype=torch.long, device=targets_N.device).index_add_(0, sequence_N, learned_N.long())
-    wrong_S = torch.zeros_like(learned_S).index_add_(0, sequence_N, (learned_N & ~correct_N).long())
-    has_targets_S = learned_S > 0
-    return {"sequences": has_targets_S.sum(), "exact": (has_targets_S & (wrong_S == 0)).sum()}

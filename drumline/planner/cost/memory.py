@@ -110,7 +110,14 @@ def _phases(
         in_flight, number = 0.0, 1
     else:
         in_flight, number = flying(layout, rank, blocks)
-        saved = tokens * (kept.saved_block * in_flight + kept.saved_ends * (number - 1)) + _in_pipes(layout, facts, rank, tokens, number)
+        saved = tokens * (kept.saved_block * in_flight + kept.saved_ends * (number - 1))
+        if layout.pipeline is not None:
+            # Hidden states between stages: torch makes room for those of all micro-batches at once, both ways, and where a rank has more
+            # than one stage it keeps what it has sent to the end of the step.
+            per_rank, width = layout.pipeline.stages_per_rank, 2 if kind_of(layout) == "low" else 4
+            arriving = 2 * per_rank - (rank == 0) - (rank == layout.mesh.pp - 1)
+            at_once = 1 if layout.pipeline.schedule == "model_parallel" else layout.batch.accumulation
+            saved += tokens * facts.hidden * width * (arriving * at_once * (1 if per_rank == 1 else 2) + number)
         if mine.first and facts.vision_language:
             saved += IMAGE_SHARE * tokens * tower_bytes(facts, layout.precision != "fp32")
         running, returning = tokens * kept.live_forward, tokens * kept.live_backward
@@ -176,18 +183,6 @@ def flying(layout: Layout, rank: int, blocks: int) -> tuple[float, int]:
     warm = (plan.stages_per_rank - 1) * each + 2 * (ranks - 1 if later else ahead) + 1
     flight = min(warm, number * plan.stages_per_rank) * (1.25 if later else 1.0)
     return flight * math.ceil(blocks / plan.stages_per_rank), math.ceil(flight / plan.stages_per_rank)
-
-
-def _in_pipes(layout: Layout, facts: ModelFacts, rank: int, tokens: float, number: int) -> float:
-    """Hidden states between stages: torch makes room for those of all micro-batches at once, both ways, and where a rank has several
-    stages keeps what it has sent to the end of the step."""
-    if layout.pipeline is None:
-        return 0.0
-    hidden = tokens * facts.hidden * (2 if kind_of(layout) == "low" else 4)
-    ranks, per_rank = layout.mesh.pp, layout.pipeline.stages_per_rank
-    arriving = per_rank - (rank == 0) + per_rank - (rank == ranks - 1)
-    at_once = 1 if layout.pipeline.schedule == "model_parallel" else layout.batch.accumulation
-    return hidden * (arriving * at_once * (1 if per_rank == 1 else 2) + number)
 
 
 def auxiliary_of(layout: Layout, facts: ModelFacts, rank: int) -> State:
