@@ -202,6 +202,25 @@ class Fault(Event, kind="fault"):
     action: str  # restart, replan, or stop and why
 
 
+class Hang(Event, kind="hang"):
+    """Ranks that did not move on; a `fault` follows. Written by the launcher."""
+
+    attempt: int  # count of starts before this one
+    step: int  # the last one done; -1 before the first
+    rank: int  # to blame; the first of `ranks`
+    ranks: list[int]
+    host: str | None = None  # of that rank, where there are several
+    phase: str  # in which it stands: startup, data, forward, backward, collective, optimizer, save, eval, rollout, compile or report
+    seconds: float  # that it has stood there
+    limit: float  # seconds that this phase may take
+    why: str  # in words
+    waits: list[str]  # a line for each rank that waits: in what
+    collective: str | None  # that they wait in: operation, types and shapes, number, group, line of code
+    position: int  # where the samples of its step begin in the order of the run
+    sample_ids: list[int] | None  # of that step, where a rank could still give them
+    stack: list[str]  # the culprit's, innermost first; empty where it could not be had
+
+
 class Replan(Event, kind="replan"):
     from_: str  # what is left behind, as keys of the YAML
     to: str  # what the run goes on with, as keys of the YAML

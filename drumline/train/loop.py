@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from drumline.algorithms.base import Algorithm
+from drumline.core import heartbeat
 from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
 from drumline.data.stream import GlobalBatch
@@ -78,6 +79,8 @@ class Loop:
             if self.rollouts is not None and self.checkpointable:
                 self._stop_if_requested()  # before a rollout, which takes long, and not after it
             drawn = time.time()
+            heartbeat.step(self.state.step, self.state.position, free=self.measure.traffic.due(self.state.step))
+            heartbeat.beat("data")
             batch = next(batches, None)
             if batch is None:
                 break
@@ -104,18 +107,22 @@ class Loop:
         weight, tokens = batch.of_all or self._of_all(batch)
         denominator = max(1.0, weight)
         seed_step(self.plan.config.run.seed, step, *self.plan.mesh.stream(self.gather.rank))
+        heartbeat.beat("forward")
         with self.measure.watch(step):
             sums = self.engine.forward_backward(batch.micro_batches, self.algorithm.objective, denominator)
         waited = self.engine.exposed_communication()
         comm_s = math.nan if waited is None else waited
         shared = float(self.stop_flag.requested), self.saver.retry_at, data_s, comm_s, float(self.memory_bytes())
+        heartbeat.beat("collective")
         gathered = self.gather.start(sums, *shared)
+        heartbeat.beat("optimizer")
         with self.measure.watch(step, "clip"):
             grad_norm = self.engine.grad_norm()
         lr = self.plan.lr * self.plan.config.schedule.rate(step, self.plan.steps or 1, self.plan.warmup_steps)
         finite = torch.isfinite(gathered["loss"]) & torch.isfinite(grad_norm)
         with self.measure.watch(step, "step"):
             self.engine.step(lr, grad_norm, finite)
+        heartbeat.beat("collective")
         gathered.fetch(grad_norm)
         self.state.step, self.state.position, self.state.stream = step + 1, batch.position, batch.state
         self.checkpointable = batch.checkpointable
@@ -147,6 +154,7 @@ class Loop:
         self.landed = flight.arrived[2]
         self.goodput.seconds["recompute" if flight.step <= self.seen_step else "productive"] += seconds
         self.measure.took(flight.step, flight.clock, max(0.0, seconds - flight.data_s))
+        heartbeat.beat("report")
         if logged:
             self._log_step(flight, seconds)
         if flight.finite:
@@ -188,6 +196,7 @@ class Loop:
         """Emit metrics over the whole held-out set, each sample once. True: the best weights so far. A stop signal breaks it off."""
         self._land()
         started = time.time()
+        heartbeat.beat("eval")
         with self.goodput.spend("eval"):
             found = self._held_out_metrics() if self.rollouts is None else self.rollouts.evaluate(self.state.step)
         if found is None:
@@ -223,6 +232,7 @@ class Loop:
         """Hand the state to the checkpointer. `metric` goes with it only if it was measured on these very weights."""
         self._land()
         self.retries = False
+        heartbeat.beat("save")
         with self.goodput.spend("save"):
             self.saver.save(self.metric)
 
@@ -239,6 +249,7 @@ class Loop:
 
     def _save_last(self) -> None:
         self._land()
+        heartbeat.beat("save")
         if self.plan.saves:
             with self.goodput.spend("save"):
                 self.saver.save_last(self.metric)
