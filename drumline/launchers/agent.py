@@ -242,9 +242,10 @@ class Agent(LocalElasticAgent):
         return super()._monitor_workers(worker_group)
 
     def _settle(self) -> None:
-        """Wait for the other ranks: not after a kill, briefly after an error, as long as saving may take after an end on purpose."""
+        """Wait for the other ranks: not after a kill, briefly after an error or an abort, as long as saving may take after an
+        end on purpose."""
         codes = (set(self._exitcodes().values()) | self.elsewhere) - {None, 0}
-        if min(codes, default=0) < 0 and not self.signals.number:
+        if min(codes - {-signal.SIGABRT}, default=0) < 0 and not self.signals.number:
             return
         until = time.monotonic() + (self.grace_seconds if codes & set(TOGETHER) else SETTLE_SECONDS)
         if self._kill_at is not None:

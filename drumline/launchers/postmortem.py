@@ -150,7 +150,7 @@ def log_lines(end: RankEnd, without: dict[str, Any] | None) -> list[str]:
         return []
     if without and without.get("traceback"):
         text = text.replace(without["traceback"].rstrip(), "").rstrip()
-    return [line for line in text.splitlines() if line.strip()][-LOG_LINES:]
+    return [line for line in text.splitlines() if line.strip() and not line.startswith("Extension modules: ")][-LOG_LINES:]
 
 
 class Restarts:

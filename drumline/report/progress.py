@@ -178,6 +178,24 @@ class Progress:
             "yellow",
         )
 
+    def _on_spike(self, event: events.Spike) -> None:
+        self._print(
+            f"step {event.step}: loss {_number(event.loss)} jumps above {event.limit:.4g} (mean before {event.mean:.4g}) — {event.policy}"
+            f" (samples {', '.join(map(str, event.sample_ids[:8]))}{'…' * (len(event.sample_ids) > 8)})",
+            "yellow",
+        )
+
+    def _on_weights_differ(self, event: events.WeightsDiffer) -> None:
+        since = "" if event.agreed is None else f"; they agreed after step {event.agreed}"
+        self._print(f"step {event.step}: the weights of ranks {', '.join(map(str, event.ranks))} differ{since}", "bold red")
+
+    def _on_straggler(self, event: events.Straggler) -> None:
+        self._print(
+            f"rank {event.rank} ({event.device} of {event.host}) holds up the others: {event.seconds:.3g} s a step of its own, the median"
+            f" rank {event.median:.3g} s; that costs {event.lost_tokens_per_s:,.0f} tokens/s",
+            "yellow",
+        )
+
     def _on_fault(self, event: events.Fault) -> None:
         # The launcher has reported it at length; the display shows that the run waits for new ranks.
         self.fault = event

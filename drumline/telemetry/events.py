@@ -190,6 +190,36 @@ class Nonfinite(Event, kind="nonfinite"):
     sample_ids: list[int]  # of its global batch
 
 
+class Spike(Event, kind="spike"):
+    """A loss far above those before it."""
+
+    step: int
+    policy: str  # note, skip (its update was not made) or rollback (it is passed over after going back)
+    loss: Number
+    mean: float  # of the losses before
+    deviation: float  # their standard deviation
+    limit: float  # a larger loss is a spike
+    sample_ids: list[int]  # of its global batch
+
+
+class Straggler(Event, kind="straggler"):
+    """A rank holds up the others, by the medians of the last 20 steps."""
+
+    step: int
+    rank: int
+    host: str
+    device: str
+    seconds: float  # of a step: its own work, and waiting for its data, without waiting for other ranks
+    median: float  # seconds of the median rank
+    lost_tokens_per_s: float  # what the run would gain if it were as fast as the others
+
+
+class WeightsDiffer(Event, kind="weights_differ"):
+    step: int  # done before they were compared
+    ranks: list[int]  # that differ from most; all where there is no majority
+    agreed: int | None  # the last step after which they were the same; null where it was not compared before
+
+
 class Fault(Event, kind="fault"):
     attempt: int  # count of starts before this one
     rank: int  # that failed first

@@ -88,6 +88,11 @@ def walk(run: Path, rank: int) -> None:
         heartbeat.beat("report")
         if log:
             log.emit(Eval(step=step + 1, samples=1, seconds=0.0))
+    if log:
+        (run / "finished").touch()
+    heartbeat.beat("save")
+    while not (run / "finished").exists():
+        time.sleep(0.1)
     heartbeat.beat("done")
 
 

@@ -90,7 +90,7 @@ def test_what_a_rank_does_when_it_hangs_is_shown(tmp_path: Path, how: str, phase
 def test_a_rank_that_leaves_a_collective_out(tmp_path: Path) -> None:
     """gloo pairs it with the next one, of the same size: garbage, and a hang at the end."""
     run = tmp_path / "run"
-    code, said = end(walk(run, "skip", steps=40), timeout=240)
+    code, said = end(walk(run, "skip", steps=40, health={"save_seconds": 2.0}), timeout=240)
     assert code == 0, said
     hang = the_hang(run, said)
     assert hang["rank"] == 1 and hang["why"].startswith("rank 1 has left one out; the ranks begin different collectives: rank 0: ")
