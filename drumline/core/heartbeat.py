@@ -30,12 +30,12 @@ PHASES = (
 LIMITS = ("hang", "startup", "save", "eval", "rollout")  # seconds, of `health`
 VARIABLE = "DRUMLINE_HEARTBEAT"  # folder:place of a rank among those of its host
 DUMP = signal.SIGUSR2
-ASK_SECONDS = 0.25  # between two looks for a question of the watcher
+LOOK_SECONDS = 0.25  # between two looks for a question of the watcher
 FIRST_STEPS = 2  # of a process: caches are cold, kernels are compiled, allocators grow
 # Words of 8 bytes. A store of one is never torn.
-PID, COUNT, SINCE, PHASE, STEP, POSITION, FREE, ASKED, ANSWERED = range(9)
+PID, COUNT, SINCE, PHASE, STEP, POSITION, FREE, REQUEST, REPLY = range(9)
 LIMIT, LEARNED = 9, 9 + len(LIMITS)  # seconds: those of `health`, and the longest of each phase so far
-WORDS = LEARNED + len(PHASES)
+SLOT = LEARNED + len(PHASES)
 NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 
 
@@ -48,9 +48,9 @@ class Board:
         handle = os.open(folder / "board", os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
         try:
             if create:
-                os.ftruncate(handle, ranks * WORDS * 8)
+                os.ftruncate(handle, ranks * SLOT * 8)
                 if hasattr(os, "posix_fallocate"):  # a page that there is no room for would be a SIGBUS later
-                    os.posix_fallocate(handle, 0, ranks * WORDS * 8)
+                    os.posix_fallocate(handle, 0, ranks * SLOT * 8)
             self.bytes_ = mmap.mmap(handle, os.fstat(handle).st_size)
         finally:
             os.close(handle)
@@ -81,7 +81,7 @@ class Heart:
     """A rank's own words on the board."""
 
     def __init__(self, board: Board, place: int, limits: Mapping[str, float]) -> None:
-        self.board, self.place, self.at = board, place, place * WORDS
+        self.board, self.place, self.at = board, place, place * SLOT
         self.ints, self.floats = board.ints, board.floats
         self.steps = 0
         self.before = "startup"  # the phase that a compilation came into
@@ -125,8 +125,8 @@ class Heart:
     def _answer(self) -> None:
         """Write what the watcher asks for: in a thread, since the others wait."""
         while True:
-            time.sleep(ASK_SECONDS)
-            if (asked := self.ints[self.at + ASKED]) == self.ints[self.at + ANSWERED]:
+            time.sleep(LOOK_SECONDS)
+            if (request := self.ints[self.at + REQUEST]) == self.ints[self.at + REPLY]:
                 continue
             found = {}
             for name, answer in self.answers.items():
@@ -136,7 +136,7 @@ class Heart:
                     found[name] = f"{type(error).__name__}: {error}"
             with suppress(OSError):  # no room in memory: the watcher goes on without
                 os.pwrite(self.answer.fileno(), json.dumps(found).encode() + b"\n", 0)
-            self.ints[self.at + ANSWERED] = asked
+            self.ints[self.at + REPLY] = request
 
 
 _heart: Heart | None = None

@@ -126,8 +126,8 @@ def main_lines(stacks: str) -> list[str]:
     return lines[:MOST_LINES] if len(shown) > 1 else [line for line in lines if line]
 
 
-def name_hang(seen: list[Seen], others: bool) -> Hang:
-    """Who of these ranks is to blame. `others`: there are ranks on other hosts."""
+def name_hang(seen: list[Seen], elsewhere: bool) -> Hang:
+    """Who of these ranks is to blame. `elsewhere`: there are ranks on other hosts."""
     known = {each.rank: each.collectives for each in seen if each.collectives is not None}
     suspended = [each for each in seen if each.state == "T"]
     asleep = [each for each in seen if each.state == "D"]
@@ -148,7 +148,7 @@ def name_hang(seen: list[Seen], others: bool) -> Hang:
         blamed = [each for each in seen if each.rank in ranks]
     elif missing:
         blamed, why = missing, _why_missing(missing, seen)
-    elif others and all(each.waiting for each in seen):
+    elif elsewhere and all(each.waiting for each in seen):
         return Hang(None, (), "all ranks of this host wait for others", tuple(seen))
     else:
         first = min(each.step for each in seen)

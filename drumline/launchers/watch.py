@@ -85,11 +85,11 @@ class Watch:
 
     def _int(self, place: int, word: int) -> int:
         assert self.board is not None
-        return self.board.ints[place * beats.WORDS + word]
+        return self.board.ints[place * beats.SLOT + word]
 
     def _float(self, place: int, word: int) -> float:
         assert self.board is not None
-        return self.board.floats[place * beats.WORDS + word]
+        return self.board.floats[place * beats.SLOT + word]
 
     def _limit(self, place: int) -> float:
         """Seconds that the phase of a rank may take."""
@@ -110,12 +110,12 @@ class Watch:
         offsets = {place: self.files["stacks", place].seek(0, os.SEEK_END) for place in beating.values()}
         for rank, place in beating.items():
             assert self.board is not None
-            self.board.ints[place * beats.WORDS + beats.ASKED] += 1
+            self.board.ints[place * beats.SLOT + beats.REQUEST] += 1
             if states[rank][0] != "T":
                 _signal(running[rank])
         until = time.monotonic() + ANSWER_SECONDS
         waiting = [place for rank, place in beating.items() if states[rank][0] != "T"]
-        while time.monotonic() < until and any(self._int(place, beats.ANSWERED) < self._int(place, beats.ASKED) for place in waiting):
+        while time.monotonic() < until and any(self._int(place, beats.REPLY) < self._int(place, beats.REQUEST) for place in waiting):
             time.sleep(0.05)
         for rank in beating:  # reading a disk for a moment is no standstill
             states[rank] = states[rank] if states[rank][0] != "D" else state_of(running[rank])
@@ -136,7 +136,7 @@ class Watch:
         self.files["stacks", place].seek(offset)
         stacks = self.files["stacks", place].read().decode(errors="replace")
         answer: dict[str, Any] = {}
-        if self._int(place, beats.ANSWERED) == self._int(place, beats.ASKED):
+        if self._int(place, beats.REPLY) == self._int(place, beats.REQUEST):
             self.files["answer", place].seek(0)
             with suppress(ValueError):
                 answer = json.loads(self.files["answer", place].readline())

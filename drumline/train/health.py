@@ -109,9 +109,9 @@ class Weights:
             return
         self.emit(WeightsDiffer(step=step, ranks=differing, agreed=self.agreed))
         who = ("rank " if len(differing) == 1 else "ranks ") + ", ".join(map(str, differing))
-        others = "the other copies" if len(differing) < max(map(len, self.sets)) else "each other"
+        copies = "the other copies" if len(differing) < max(map(len, self.sets)) else "each other"
         since = "since the start" if self.agreed is None else f"since step {self.agreed}"
-        what = f"the weights of {who} differ from {others} after step {step}: they changed {since} by a fault of memory, device or network"
+        what = f"the weights of {who} differ from {copies} after step {step}: they changed {since} by a fault of memory, device or network"
         if self.gather.rank != differing[0]:
             what = f"failed on another rank: {what}"
         raise DrumlineError(what, where=f"rank {self.gather.rank}", fix="go on from the newest checkpoint: the ranks agreed on it")

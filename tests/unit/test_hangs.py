@@ -40,7 +40,7 @@ def seen(rank: int, *collectives: Any, **more: Any) -> Seen:
 
 
 def test_who_has_not_come_is_to_blame_and_who_waits_is_named() -> None:
-    hang = name_hang([seen(0, entry(1), entry(2, waits=True)), seen(1, entry(1)), seen(2, entry(1), entry(2, waits=True))], others=False)
+    hang = name_hang([seen(0, entry(1), entry(2, waits=True)), seen(1, entry(1)), seen(2, entry(1), entry(2, waits=True))], elsewhere=False)
     assert (hang.culprit, hang.ranks) == (1, (1,))
     assert hang.message == "hangs in backward at step 8, for 6 s (limit 5 s): it has not come to the all_reduce that the others wait in"
     waits = "waits in all_reduce Float [3] (number 2 of group 0 default_pg) at a.py:1 in f"
@@ -56,12 +56,12 @@ def test_who_has_not_come_is_to_blame_and_who_waits_is_named() -> None:
     ],
 )
 def test_what_the_kernel_says_of_a_rank_comes_first(culprit: dict[str, Any], why: str) -> None:
-    hang = name_hang([seen(0, entry(2, waits=True)), Seen(1, "data", 7, 6.0, 5.0, **culprit)], others=False)
+    hang = name_hang([seen(0, entry(2, waits=True)), Seen(1, "data", 7, 6.0, 5.0, **culprit)], elsewhere=False)
     assert hang.culprit == 1 and hang.why.startswith(why)
 
 
 def test_a_rank_that_does_not_answer_holds_pythons_lock() -> None:
-    hang = name_hang([seen(0, entry(2, waits=True)), Seen(1, "forward", 7, 6.0, 5.0)], others=False)
+    hang = name_hang([seen(0, entry(2, waits=True)), Seen(1, "forward", 7, 6.0, 5.0)], elsewhere=False)
     assert hang.culprit == 1 and "does not answer" in hang.why
 
 
@@ -80,7 +80,7 @@ def test_one_that_was_left_out_is_found_by_its_lines() -> None:
     lines = [entry(1, line="a.py:1 in f"), entry(2, line="a.py:2 in f"), entry(3, line="a.py:3 in f")]
     skips = [entry(1, line="a.py:1 in f"), entry(2, line="a.py:3 in f")]
     assert first_difference({0: lines, 1: skips}) is None
-    hang = name_hang([seen(0, *lines), seen(1, *skips)], others=False)
+    hang = name_hang([seen(0, *lines), seen(1, *skips)], elsewhere=False)
     assert hang.culprit == 1 and hang.why.startswith("rank 1 has left one out; ")
     assert describe(lines[1]) in hang.why and describe(skips[1]) in hang.why
 
@@ -91,9 +91,9 @@ def test_uneven_collectives_may_differ_in_size() -> None:
 
 def test_where_all_of_a_host_wait_another_one_is_to_blame() -> None:
     waiting = [seen(0, entry(2, waits=True)), seen(1, entry(2, waits=True))]
-    hang = name_hang(waiting, others=True)
+    hang = name_hang(waiting, elsewhere=True)
     assert hang.culprit is None and hang.message.startswith("Timed out waiting in backward for ranks of other hosts")
-    assert name_hang(waiting, others=False).culprit == 0
+    assert name_hang(waiting, elsewhere=False).culprit == 0
 
 
 def test_the_stack_shows_the_main_thread_and_those_at_work() -> None:
