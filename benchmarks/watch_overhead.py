@@ -110,7 +110,7 @@ def rank(steps: int, hidden: int) -> dict[str, float]:
         seconds["step"].append(after - began)
         seconds["watching"].append(time.perf_counter() - after)
         before = time.perf_counter()
-        checksum(SimpleNamespace(model=model))  # type: ignore[arg-type]
+        checksum(SimpleNamespace(model=model))
         seconds["checksum"].append(time.perf_counter() - before)
     heartbeat.beat("done")
     stop()

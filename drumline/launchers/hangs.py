@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.redact import redact
-from drumline.telemetry.flight import Entry, blame, describe, first_difference
+from drumline.telemetry.flight import LEFT_OUT, Entry, blame, describe, first_difference
 
 FRAMES, MOST_LINES = 6, 16
 STEP_PHASES = ("data", "forward", "backward", "collective", "optimizer")
@@ -133,7 +133,8 @@ def name_hang(seen: list[Seen], elsewhere: bool) -> Hang:
     asleep = [each for each in seen if each.state == "D"]
     different = first_difference(known)
     missing = _missing(seen)
-    different = different or (None if missing else first_difference(known, lines=True))
+    if different is None and (placed := first_difference(known, lines=True)) and (not missing or LEFT_OUT in blame(placed, known)[1]):
+        different = placed  # ranks may begin the same ones at other lines, so this counts only where nothing else explains it
     unborn = [each for each in seen if not each.begun]
     if unborn:
         blamed, why = unborn, "it has not come to its first line: it is still importing"
@@ -194,7 +195,7 @@ def aborted(log: Path) -> dict[str, Any] | None:
     stack = main_lines(text.partition("Fatal Python error")[2].partition("\n\n")[2].partition("\n\nExtension modules")[0])
     message = f"the ranks begin different collectives: {found[1]} bytes came where this one waits for {found[2]}; see its stack and theirs"
     noted = {"message": message, "traceback": "\n".join(["innermost first:", *stack]), "time": time.time(), "exit_code": 1}
-    return redacted(noted)  # type: ignore[no-any-return]
+    return redacted(noted)
 
 
 def write_stacks(logs: Path, stacks: Mapping[str, str]) -> None:

@@ -16,6 +16,7 @@ RECENT = 200  # entries that a rank reports; the recorder keeps 2000
 TORCH = f"{Path(torch.__file__).parent}/"
 # Their sizes may differ between ranks.
 UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv")
+LEFT_OUT = "has left one out"
 Entry = dict[str, Any]  # JSON: group, number, op, sizes, dtypes, line, waits
 
 
@@ -78,7 +79,7 @@ def blame(found: Mapping[int, Entry], by_rank: Mapping[int, Iterable[Entry]]) ->
         for other, theirs in found.items():
             after = [e for e in by_rank[other] if e["group"] == theirs["group"] and e["number"] == theirs["number"] + 1]
             if _place(entry) != _place(theirs) and after and _place(after[0]) == _place(entry):
-                return [rank], f"rank {rank} has left one out; {what}"
+                return [rank], f"rank {rank} {LEFT_OUT}; {what}"
     places = Counter(map(_place, found.values()))
     (most, count), *rest = places.most_common()
     tied = bool(rest) and rest[0][1] == count

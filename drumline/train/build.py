@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from drumline.algorithms.base import Algorithm
 from drumline.checkpoint.load import check, load, newest, read_state
 from drumline.checkpoint.manifest import read_manifest
 from drumline.checkpoint.ranks import Ranks as RankGroup
@@ -99,7 +99,7 @@ def _streams(
     plan: Plan,
     ranks: Ranks,
     engine: Engine,
-    algorithm: Algorithm,
+    algorithm: Any,
     state: TrainState,
     is_new: bool,
     gather: Gather,

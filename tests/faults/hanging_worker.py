@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import re
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -119,4 +118,4 @@ def save(disk: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
-from drumline.core.config import HealthConfig
+from drumline.core.config import Config, HealthConfig
 from drumline.core.copies import same_weights
 from drumline.core.mesh import Mesh
 from drumline.core.registry import make
+from drumline.core.rule import Case
+from drumline.core.rules import check_rules
 from drumline.core.strategy import StrategySpec
 from drumline.data.batches import TokenBatch
 from drumline.data.stream import GlobalBatch
-from drumline.errors import TrainingStopped
+from drumline.errors import PlanError, TrainingStopped
+from drumline.report.progress import Progress
+from drumline.telemetry.events import Spike, Straggler, WeightsDiffer
 from drumline.train.build import Start
 from drumline.train.health import Spikes, checksum, odd_ones
 from drumline.train.loop import Loop
@@ -25,6 +31,7 @@ from tests.fake_engine import FakeEngine
 from tests.unit.test_loop import batch, loop, of
 
 POISON, STEPS = 30, 40  # batches
+GRPO = {"kind": "grpo", "rewards": [{"kind": "length", "free": 4, "limit": 8}]}
 
 
 def poisoned(step: int, poison: int = 40) -> GlobalBatch:
@@ -152,3 +159,34 @@ def test_the_majority_is_right(sums: dict[int, int], ranks: list[int]) -> None:
 )
 def test_which_ranks_hold_the_same_weights(kind: str, mesh: Mesh, sets: list[list[int]]) -> None:
     assert same_weights(make(StrategySpec, kind), mesh) == sets
+
+
+@pytest.mark.parametrize(
+    ("sections", "mesh", "words"),
+    [
+        ({"strategy": "fsdp2", "health": {"check_weights_every": 5}}, Mesh(shard=2), "no rank holds the weights of another"),
+        ({"strategy": "local_sgd", "health": {"check_weights_every": 5}}, Mesh(replicate=2), "weights of its own between two exchanges"),
+        ({"algorithm": GRPO, "health": {"on_spike": "rollback"}}, Mesh(), "a rollout depends on the weights"),
+        ({"strategy": "ddp", "health": {"check_weights_every": 5, "on_spike": "rollback"}}, Mesh(replicate=2), None),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(sections: dict[str, Any], mesh: Mesh, words: str | None) -> None:
+    values = {"data": {"train": [{"kind": "file", "path": "x"}]}, "strategy": "single", **sections}
+    case = Case(Config.model_validate(values), mesh, "cpu", "fp32", None)
+    if words is None:
+        return check_rules(case)
+    with pytest.raises(PlanError, match=words):
+        check_rules(case)
+
+
+def test_what_is_found_is_one_line_of_the_display() -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out, width=200))
+    progress.on_event(Spike(step=3, policy="skip", loss=9.0, mean=1.0, deviation=0.1, limit=1.6, sample_ids=[7, 8]))
+    progress.on_event(WeightsDiffer(step=8, ranks=[1], agreed=6))
+    progress.on_event(Straggler(step=20, rank=5, host="b", device="cpu", seconds=1.21, median=0.83, lost_tokens_per_s=31204.0))
+    assert out.getvalue().splitlines() == [
+        "step 3: loss 9 jumps above 1.6 (mean before 1) — skip (samples 7, 8)",
+        "step 8: the weights of ranks 1 differ; they agreed after step 6",
+        "rank 5 (cpu of b) holds up the others: 1.21 s a step of its own, the median rank 0.83 s; that costs 31,204 tokens/s",
+    ]
