@@ -19,7 +19,8 @@ from drumline.hardware.detect import detect, free_bytes
 from drumline.launchers.environment import listen
 from drumline.launchers.hangs import write_stacks
 from drumline.launchers.postmortem import RankEnd, Restarts, exhausted, report, root_cause
-from drumline.telemetry.events import Emit, Eval, Event, EventLog, Fault, Hang, Restore, Save, Step, following, read, tail
+from drumline.telemetry.events import Emit, Eval, Event, EventLog, Fault, Restore, Save, Step, following, read, tail
+from drumline.telemetry.watched import Hang
 
 if TYPE_CHECKING:
     from drumline.launchers.early import EarlyRanks

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from drumline.dist.reduce import Gather, from_all
-from drumline.telemetry.events import Emit, Straggler
+from drumline.telemetry.events import Emit
+from drumline.telemetry.watched import Straggler
 
 WINDOW = 20  # steps
 LEAST = 0.05  # of a step: what costs less is not worth a line

@@ -16,7 +16,8 @@ from drumline.errors import DrumlineError, TrainingStopped
 from drumline.parallel.engine import CompositeEngine, Engine
 from drumline.parallel.norms import local
 from drumline.telemetry import flight as recorder
-from drumline.telemetry.events import Emit, Spike, WeightsDiffer
+from drumline.telemetry.events import Emit
+from drumline.telemetry.watched import Spike, WeightsDiffer
 from drumline.train.state import Flight
 
 FEWEST = 20  # losses that a mean and a deviation are made of

@@ -23,7 +23,7 @@ from drumline.data.batches import TokenBatch
 from drumline.data.stream import GlobalBatch
 from drumline.errors import PlanError, TrainingStopped
 from drumline.report.progress import Progress
-from drumline.telemetry.events import Spike, Straggler, WeightsDiffer
+from drumline.telemetry.watched import Spike, Straggler, WeightsDiffer
 from drumline.train.build import Start
 from drumline.train.health import Spikes, checksum, odd_ones
 from drumline.train.loop import Loop
