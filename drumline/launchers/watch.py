@@ -26,10 +26,12 @@ OWN_KEY = {"startup": "startup", "compile": "startup", "save": "save", "report":
 
 @dataclass
 class _Pulse:
-    """What the watcher knows of a rank: its last beat, and for how long it has looked at it in vain (seconds)."""
+    """What the watcher knows of a rank: its last beat, for how long it has looked at it in vain (seconds), and for how many seconds the
+    rank had waited for a core then."""
 
     count: int = -1
     waited: float = 0.0
+    starved: float = 0.0
 
 
 class Watch:
@@ -64,16 +66,18 @@ class Watch:
         if len(beating) == len(self.pulses):
             # All have the files open: nothing is left behind, however this process ends.
             shutil.rmtree(self.board.folder, ignore_errors=True)
-        for place in beating.values():
+        for rank, place in beating.items():
             pulse, count = self.pulses[place], self._int(place, beats.COUNT)
-            pulse.waited = pulse.waited + spent if count == pulse.count else 0.0
-            pulse.count = count
+            if count == pulse.count:
+                pulse.waited += spent
+            else:
+                pulse.count, pulse.waited, pulse.starved = count, 0.0, starved(running[rank])
         if not beating:
             return None
         # Those that are furthest behind hold up the others, who may wait for longer than they ever did.
-        at_work = [place for place in beating.values() if beats.PHASES[self._int(place, beats.PHASE)] != "done"]
-        last = min((self._int(place, beats.STEP) for place in at_work), default=0)
-        late = [self.pulses[place].waited - self._limit(place) for place in at_work if self._int(place, beats.STEP) == last]
+        at_work = {rank: place for rank, place in beating.items() if beats.PHASES[self._int(place, beats.PHASE)] != "done"}
+        last = min((self._int(place, beats.STEP) for place in at_work.values()), default=0)
+        late = [self._late(place, running[rank]) for rank, place in at_work.items() if self._int(place, beats.STEP) == last]
         if min(late, default=0.0) <= 0:
             return None
         if any(state_of(running[rank])[0] == "t" for rank in beating):
@@ -82,6 +86,12 @@ class Watch:
         if hang.culprit is None and min(late) < ELSEWHERE_SECONDS and len(self.pulses) < self.world_size:
             return None
         return hang
+
+    def _late(self, place: int, pid: int) -> float:
+        """Seconds beyond the limit. On a host with too much to do, those that the rank waited for a core are not its own."""
+        pulse = self.pulses[place]
+        late = pulse.waited - self._limit(place)
+        return late if late <= 0 else late - (starved(pid) - pulse.starved)
 
     def _int(self, place: int, word: int) -> int:
         assert self.board is not None
@@ -156,6 +166,13 @@ def state_of(pid: int) -> tuple[str, str]:
     with suppress(OSError):
         where = Path(f"/proc/{pid}/task/{asleep}/wchan").read_text().strip("0 \n")
     return "D", where
+
+
+def starved(pid: int) -> float:
+    """Seconds that the main thread of a process was ready and had no core (proc(5): schedstat); 0 where that is not known."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 def _threads(pid: int) -> dict[int, str]:

@@ -14,8 +14,8 @@ from drumline.vendor import torch as private
 
 RECENT = 200  # entries that a rank reports; the recorder keeps 2000
 TORCH = f"{Path(torch.__file__).parent}/"
-# Their sizes may differ between ranks.
-UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv")
+# What ranks bring to these may differ: one of them has all, or each as much as it has.
+UNEVEN = {"all_to_all", "alltoall", "alltoall_base", "gather", "scatter", "reduce"}
 LEFT_OUT = "has left one out"
 Entry = dict[str, Any]  # JSON: group, number, op, sizes, dtypes, line, waits
 
@@ -52,8 +52,9 @@ def describe(entry: Entry) -> str:
 
 
 def _form(entry: Entry) -> tuple[Any, ...]:
-    sizes = None if any(op in entry["op"] for op in UNEVEN) else str(entry["sizes"])
-    return entry["op"], sizes, str(sorted(set(entry["dtypes"])))
+    if entry["op"].strip("_") in UNEVEN:
+        return (entry["op"],)
+    return entry["op"], str(entry["sizes"]), str(sorted(set(entry["dtypes"])))
 
 
 def first_difference(by_rank: Mapping[int, Iterable[Entry]], lines: bool = False) -> dict[int, Entry] | None:

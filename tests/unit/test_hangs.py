@@ -87,6 +87,8 @@ def test_one_that_was_left_out_is_found_by_its_lines() -> None:
 
 def test_uneven_collectives_may_differ_in_size() -> None:
     assert first_difference({0: [entry(1, "all_to_all", 3)], 1: [entry(1, "all_to_all", 5)]}) is None
+    assert first_difference({0: [entry(1, "scatter")], 1: [{**entry(1, "scatter"), "sizes": [], "dtypes": []}]}) is None
+    assert first_difference({0: [entry(1, "all_gather", 3)], 1: [entry(1, "all_gather", 5)]}) is not None
 
 
 def test_where_all_of_a_host_wait_another_one_is_to_blame() -> None:
