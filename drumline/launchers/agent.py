@@ -42,8 +42,8 @@ logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 MONITOR_SECONDS = 0.1
 # After an error the other ranks have this long to end by themselves: their errors may explain more than the first one.
 SETTLE_SECONDS = 2.0
-# After SIGKILL. A process that sleeps in the kernel, for a disk that stalls, dies when it wakes up.
-DEATH_SECONDS = 2.0
+# After SIGKILL: freeing memory takes a while, and a process that sleeps in the kernel, for a disk that stalls, dies when it wakes up.
+DEATH_SECONDS, ASLEEP_SECONDS = 60.0, 2.0
 # Ends on purpose that all ranks come to together (errors.py), some of them later, since they are still writing the checkpoint.
 TOGETHER = (3, 75, NotSaved.rank_code)
 
@@ -186,7 +186,8 @@ class Agent(LocalElasticAgent):
     def kill(self) -> None:
         """SIGKILL every rank that is left, and whatever ranks have started, and wait a little for their end."""
         self.strike()
-        self._dead_at = self._dead_at or time.monotonic() + DEATH_SECONDS
+        asleep = self.hang is not None and any(seen.state == "D" for seen in self.hang.seen)
+        self._dead_at = self._dead_at or time.monotonic() + (ASLEEP_SECONDS if asleep else DEATH_SECONDS)
         for process in self._processes().values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, self._dead_at - time.monotonic()))

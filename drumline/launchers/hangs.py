@@ -199,7 +199,7 @@ def aborted(log: Path) -> dict[str, Any] | None:
 
 
 def write_stacks(logs: Path, stacks: Mapping[str, str]) -> None:
-    """Append each rank's stacks to its log."""
-    for rank, text in stacks.items():
+    """Append each rank's stacks to its log, where the log is on this host."""
+    for rank, text in stacks.items() if logs.is_dir() else ():
         with (logs / f"rank-{rank}.log").open("a", errors="replace") as file:
             file.write(f"\nstacks of rank {rank} when the run hung, innermost first:\n{text}\n")

@@ -182,7 +182,8 @@ def _report_failure(
         print(f"\n{report(cause, ends)}\n", file=sys.stderr)
     if hang := hang_of(cause):  # on a disk that stalls this waits: the terminal comes first
         EventLog(events_path).emit(Hang(attempt=attempt, host=cause.host or None, **hang))
-        write_stacks(cause.log.parent, (cause.error or {})["stacks"])
+        for end in ends:
+            write_stacks(end.log.parent, (end.error or {}).get("stacks", {}))
     first = f"error: {cause.name} failed after step {step}: {memory_line or cause.message.splitlines()[0]}"
     if reason is not None:
         print(f"{first} — {reason}; see {cause.log}", file=sys.stderr)
