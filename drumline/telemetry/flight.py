@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from drumline.vendor import torch as private
+from drumline.errors import EnvironmentFault
 
 RECENT = 200  # entries that a rank reports; the recorder keeps 2000
 TORCH = f"{Path(torch.__file__).parent}/"
@@ -23,8 +23,11 @@ Entry = dict[str, Any]  # JSON: group, number, op, sizes, dtypes, line, waits
 def recent(after: int = -1, most: int = RECENT) -> list[Entry]:
     """This rank's newest collectives, oldest first, but for sends to one rank; those recorded after the entry `after` (its `id`). May be
     called from any thread, while another waits in a collective."""
-    dumped = private.dump_flight_recorder()
-    made = pickle.loads(dumped)  # noqa: S301 - bytes that torch has made in this process just now
+    try:
+        from drumline.vendor.torch import dump_flight_recorder
+    except EnvironmentFault:
+        return []  # another torch costs the report of a hang a line, and nothing else
+    made = pickle.loads(dump_flight_recorder())  # noqa: S301 - bytes that torch has made in this process just now
     entries = [e for e in made.get("entries", ()) if e["record_id"] > after and not e["is_p2p"]]
     return [_entry(entry) for entry in sorted(entries, key=lambda entry: entry["record_id"])[-most:]]
 

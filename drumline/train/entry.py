@@ -20,7 +20,6 @@ from drumline.telemetry.measure import planned
 from drumline.telemetry.trackers import Callbacks, open_sinks
 from drumline.train.failure import note, recording, watched
 from drumline.train.state import Goodput
-from drumline.vendor import torch as private
 
 
 def main(arguments: list[str] | None = None, work: Callable[[Plan, str | None], None] | None = None) -> None:
@@ -80,8 +79,10 @@ def watch(plan: Plan) -> None:
         return
     heartbeat.answer("collectives", flight.recent)
     if plan.config.compile.enabled:
-        private.on_compile_start(lambda *_: heartbeat.compiling(True))
-        private.on_compile_end(lambda *_: heartbeat.compiling(False))
+        from drumline.vendor.torch import on_compile_end, on_compile_start  # torch._dynamo takes a second to import
+
+        on_compile_start(lambda *_: heartbeat.compiling(True))
+        on_compile_end(lambda *_: heartbeat.compiling(False))
 
 
 def run_start(plan: Plan, resume: str | None) -> RunStart:
