@@ -129,7 +129,8 @@ class Watch:
             time.sleep(0.05)
         for rank in beating:  # reading a disk for a moment is no standstill
             states[rank] = states[rank] if states[rank][0] != "D" else state_of(running[rank])
-        late = [Seen(rank, "startup", -1, time.monotonic() - self.began, 0.0, begun=False) for rank in running if rank not in beating]
+        limit, waited = max(each.limit for each in seen.values()), time.monotonic() - self.began
+        late = [Seen(rank, "startup", -1, waited, limit, begun=False) for rank in running if rank not in beating]
         return late + [self._answered(seen[rank], place, states[rank], offsets[place]) for rank, place in beating.items()]
 
     def _one(self, rank: int, place: int) -> Seen:

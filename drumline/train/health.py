@@ -115,7 +115,7 @@ class Weights:
         what = f"the weights of {who} differ from {copies} after step {step}: they changed {since} by a fault of memory, device or network"
         if self.gather.rank != differing[0]:
             what = f"failed on another rank: {what}"
-        raise DrumlineError(what, where=f"rank {self.gather.rank}", fix="go on from the newest checkpoint: the ranks agreed on it")
+        raise DrumlineError(what, where="health.check_weights_every", fix="go on from the newest checkpoint: the ranks agreed on it")
 
 
 def odd_ones(sums: dict[int, int]) -> list[int]:
