@@ -6,13 +6,14 @@ from pathlib import Path
 from drumline.core.plan import Plan
 from drumline.errors import DrumlineError
 from drumline.launchers.local import launch
+from drumline.launchers.ray.spec import RayLauncher
 from drumline.launchers.ssh.spec import SSHLauncher
 
 if __name__ == "__main__":
     path = Path(sys.argv[1])
     plan = Plan.load(path)
     options = plan.config.launch
-    assert isinstance(options, SSHLauncher)
+    assert isinstance(options, SSHLauncher | RayLauncher)
     try:
         with options.early(plan.config, path) as hosts:
             options.prepare(hosts)

@@ -283,6 +283,14 @@ def test_a_failure_is_named_by_pod_and_node(run: Any, capsys: Any, bad: dict[str
     assert err.splitlines()[-1].startswith("error: run-tiny-") and "a-1" in err.splitlines()[-1]
 
 
+def test_what_a_pod_has_waited_for_is_not_blamed_later(run: Any, capsys: Any) -> None:
+    waits = Look(pods=[pod("a-0", 0, "Pending", "", conditions=[NO_NODE])])
+    runs = Look(pods=[pod("a-0", 0, "Running", state=RUNNING)])
+    code, _ = run([waits, runs, Look(FAILED, [pod("a-0", 0, "Failed", state=ended(1))])])
+    err = capsys.readouterr().err
+    assert code == 1 and "no node for it" in err and "ended first, with exit code 1" in err.splitlines()[-1]
+
+
 def test_warnings_of_the_run_alone_are_shown(run: Any, capsys: Any) -> None:
     code, _ = run([Look(DONE, events=[QUOTA])])
     assert code == 0 and "exceeded quota" not in capsys.readouterr().err
@@ -304,6 +312,11 @@ def test_a_dry_run_prints_what_would_be_submitted(run: Any, capsys: Any) -> None
     out, _ = capsys.readouterr()
     assert code == 0 and not api.objects
     assert [each["kind"] for each in yaml.safe_load_all(out)] == ["JobSet", "ConfigMap"]
+
+
+def test_who_does_not_wait_only_submits(run: Any) -> None:
+    code, api = run(changes={"detach": True})
+    assert code == 0 and {path.rpartition("/")[2] for method, path, _ in api.requests if method == "GET"} == {""}
 
 
 def test_a_dry_run_needs_no_cluster(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

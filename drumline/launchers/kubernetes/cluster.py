@@ -96,7 +96,11 @@ class Cluster:
 
     def delete(self, api: str, name: str) -> None:
         """Its pods get SIGTERM and have their grace time; it goes after them."""
-        _answer(self.custom.delete_namespaced_custom_object, *self._of(api), name, body={"propagationPolicy": "Foreground"})
+        try:
+            _answer(self.custom.delete_namespaced_custom_object, *self._of(api), name, body={"propagationPolicy": "Foreground"})
+        except Refused as refused:
+            if refused.status != GONE:  # somebody else has
+                raise
 
     def pods(self, api: str, name: str) -> list[Any]:
         label = "batch.kubernetes.io/job-name" if api == APIS["Job"] else "jobset.sigs.k8s.io/jobset-name"

@@ -27,7 +27,7 @@ class Follower:
     def __init__(self, cluster: Cluster, api: str, name: str, uid: str) -> None:
         self.cluster, self.api, self.name, self.uid = cluster, api, name, uid
         self.reported: set[object] = set()
-        self.faults: dict[str, str] = {}  # pod → what it died of, where the cluster knows
+        self.faults: dict[str, str] = {}  # pod → what the cluster did to it, or cannot do for it
         self.codes: dict[str, tuple[str, int, str]] = {}  # pod → when its container ended, exit code, node
         self.logs: dict[str, threading.Thread] = {}
 
@@ -90,9 +90,13 @@ class Follower:
         """Report what is new of a pod, and show the log if it has rank 0."""
         name, node, status = pod.metadata.name, pod.spec.node_name or "no node yet", pod.status
         self._once((name, status.phase), f"pod {name} on {node}: {status.phase}")
-        for fault in faults(pod):
-            self.faults[name] = fault
+        found = list(faults(pod))
+        for fault in found:
             self._once((name, fault), f"pod {name} on {node}: {fault}")
+        if found:
+            self.faults[name] = f"pod {name} on {node}: {found[0]}"
+        elif status.phase in ("Running", "Succeeded"):
+            self.faults.pop(name, None)  # it has waited for a node or an image, and has it now
         for container in status.container_statuses or []:
             ended = container.state.terminated
             if ended is not None:
@@ -112,8 +116,7 @@ class Follower:
         """Report the pod that failed first."""
         why = f"{condition.get('reason', '')}: {condition.get('message', '')}"
         if self.faults:
-            pod, fault = next(iter(self.faults.items()))
-            why = f"pod {pod}: {fault}"
+            why = next(iter(self.faults.values()))
         elif bad := sorted((at, pod, code, node) for pod, (at, code, node) in self.codes.items() if code):
             _, pod, code, node = bad[0]
             why = f"pod {pod} on {node} ended first, with exit code {code} — kubectl logs {pod} --namespace {self.cluster.namespace}"

@@ -67,6 +67,7 @@ class KubernetesLauncher(LauncherSpec):
     secrets: dict[Variable, SecretKey] = Field({}, description="Variables whose values come from Secrets of the cluster.")
     service_account: Name | None = Field(None, description="The pods' service account; null: the namespace's default.")
     image_pull_secrets: list[Name] = Field([], description="Secrets to pull the image with.")
+    detach: bool = Field(False, description="Submit, and do not wait for the end.")
 
     @field_validator("env")
     @classmethod
@@ -87,8 +88,11 @@ class KubernetesLauncher(LauncherSpec):
     def processes_per_node(self) -> int:
         return self.nproc or max(1, self.gpus)
 
+    def host_ranks(self) -> tuple[int, ...]:
+        return (self.processes_per_node,) * self.nodes
+
     def processes(self) -> int:
-        return self.nodes * self.processes_per_node
+        return sum(self.host_ranks())
 
     def volume_of(self, path: str) -> Volume | None:
         """The one that a folder of the container lies on."""

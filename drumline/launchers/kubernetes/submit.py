@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from drumline.launchers.kubernetes.spec import KubernetesLauncher
 
 EXPERIMENTAL = "note: launch.kind kubernetes is experimental: its tests know the API's requests and answers, but have no cluster"
-LONGEST_NAME = 40  # characters; 63 are left for what the operators append
+LONGEST_NAME = 36  # characters; 63 are left for what the operators append
 
 
 def submit(launch: KubernetesLauncher, request: Request, dry_run: bool) -> int:
@@ -34,9 +34,7 @@ def submit(launch: KubernetesLauncher, request: Request, dry_run: bool) -> int:
                 workload = Cluster.connect(launch).workload()
             except EnvironmentFault as fault:
                 workload = "TrainJob"
-                print(
-                    f"note: a TrainJob, unless the cluster has no Kubeflow Trainer; it could not be asked: {fault.line()}", file=sys.stderr
-                )
+                print(f"note: a TrainJob, if the cluster has Kubeflow's operator; {fault.line()}", file=sys.stderr)
         print("---\n".join(write_yaml(each) for each in submission.objects(workload)), end="")
         return 0
     print(EXPERIMENTAL, file=sys.stderr)
@@ -44,6 +42,8 @@ def submit(launch: KubernetesLauncher, request: Request, dry_run: bool) -> int:
     workload = cluster.workload()
     uid = cluster.create(submission.objects(workload))
     print(f"submitted {workload} {submission.name} in namespace {launch.namespace}", file=sys.stderr)
+    if launch.detach:
+        return 0
     from drumline.launchers.kubernetes.follow import Follower
 
     return Follower(cluster, APIS[workload], submission.name, uid).until_end()
@@ -64,12 +64,12 @@ def submission_of(launch: KubernetesLauncher, request: Request) -> Submission:
     config["run"]["dir"] = run_dir
     text = write_yaml(config)
     require_secrets(text, launch)
-    stem = re.sub(r"[^a-z0-9]+", "-", f"run-{loaded.path.stem}".lower())[:LONGEST_NAME].strip("-")
-    path = PurePosixPath(launch.workdir) / f"{loaded.path.stem}.yaml"
+    stem = re.sub(r"[^a-z0-9]+", "-", loaded.path.stem.lower())[:LONGEST_NAME].strip("-") or "config"
+    path = PurePosixPath(launch.workdir) / f"{stem}.yaml"
     more = ["--resume", request.resume] if request.resume else []
     allow = ["--allow", ",".join(request.allow)] if request.allow else []
     command = ("python", "-m", "torch.distributed.run", "-m", "drumline", "train", str(path), *more, *allow)
-    return Submission(launch, f"{stem}-{secrets.token_hex(3)}", text, path, command)
+    return Submission(launch, f"run-{stem}-{secrets.token_hex(3)}", text, path, command)
 
 
 def relative(value: Any, base: str) -> Any:
