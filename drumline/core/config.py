@@ -12,10 +12,11 @@ from pydantic import Field, ValidationInfo, model_validator
 from drumline.core.algorithm import Algorithm, AlgorithmSpec
 from drumline.core.cluster import CLUSTER_ALONE, ClusterConfig
 from drumline.core.data import DataConfig
+from drumline.core.heartbeat import LIMITS
 from drumline.core.launcher import Launcher, LauncherSpec
 from drumline.core.model import Head, ModelConfig
 from drumline.core.registry import Named, find, make
-from drumline.core.section import KIND_ALONE, MOST_SAMPLES, MOST_SEED, MOST_STEPS, Count, PathText, Ranks, Rate, Section, Steps
+from drumline.core.section import KIND_ALONE, MOST_SAMPLES, MOST_SEED, MOST_STEPS, Count, PathText, Ranks, Rate, Seconds, Section, Steps
 from drumline.core.strategy import Strategy, StrategySpec
 
 
@@ -170,6 +171,40 @@ class HealthConfig(Section):
         "stop", description="What to do when the loss or gradient norm is NaN or inf: stop, or skip the step and report it."
     )
     max_skips: Count = Field(10, description="With skip: stop after this many skipped steps in a row.")
+    on_spike: Literal["none", "note", "skip", "rollback"] = Field(
+        "none",
+        description="What to do when the loss jumps: note its samples in an event; skip the step; or go back to the newest checkpoint and"
+        " pass over the batch. max_skips counts these as well.",
+    )
+    spike_zscore: Rate = Field(6.0, description="A loss jumps when it lies this many standard deviations above the mean of spike_window.")
+    spike_window: int = Field(100, ge=20, le=10**6, description="Steps whose losses are compared with.")
+    straggler_ratio: float = Field(
+        1.3, gt=1, le=10**6, description="Name a rank that takes this many times the median rank's seconds, over 20 steps."
+    )
+    check_weights_every: Steps | None = Field(
+        None,
+        description="Every N steps, and before each checkpoint, compare a checksum of the weights that several ranks hold. Where they"
+        " differ, name the ranks and restart from the newest checkpoint.",
+    )
+    check_collectives: bool = Field(
+        False, description="For debugging: after each step compare the collectives that the ranks have begun, and stop where they differ."
+    )
+    on_hang: Literal["restart", "stop"] = Field(
+        "restart", description="When ranks hang, name the culprit, end them, and restart from the newest checkpoint, or stop."
+    )
+    hang_seconds: Seconds = Field(
+        5.0,
+        description="A phase of a step (data, forward, backward, collective, optimizer) hangs when it takes three times the longest so far,"
+        " and at least this long.",
+    )
+    startup_seconds: Seconds = Field(1800.0, description="Longest time without a sign of life before the first steps, or in compilation.")
+    save_seconds: Seconds = Field(1800.0, description="Longest time for a checkpoint.")
+    eval_seconds: Seconds = Field(1800.0, description="Longest time for a batch of evaluation.")
+    rollout_seconds: Seconds = Field(1800.0, description="Longest time for sampling or scoring a batch of a rollout.")
+
+    def limits(self) -> dict[str, float]:
+        """Seconds, as `core.heartbeat.LIMITS` names them."""
+        return {name: getattr(self, f"{name}_seconds") for name in LIMITS}
 
 
 # Of packages: functions `telemetry.trackers.Run` → `telemetry.trackers.Tracker`.

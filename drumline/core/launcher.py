@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
     from drumline.core.out_of_memory import Exhausted
     from drumline.core.plan import Plan
     from drumline.hardware.detect import Machine
+
+RunModule = Callable[[str, str, float], tuple[int | None, str, str]]  # as core.process.run_module: module, stdin, seconds
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A host that is reached: its address, empty where nobody knows it, and how a module of Drumline is run there."""
+
+    address: str
+    run: RunModule
+
 
 # (what was known when memory ran out, the last step done) → (the plan's verdict, why the run does not go on; None: plan.json is new).
 OnOutOfMemory = Callable[["Exhausted", int], tuple[str, str | None]]
@@ -63,6 +75,10 @@ class LauncherSpec(Spec):
     def host_ranks(self) -> tuple[int, ...]:
         """How many ranks each host has; nothing where all are on this one, or another program knows."""
         return ()
+
+    def reach(self) -> Mapping[str, Reached]:
+        """The hosts of a run by name, for `drumline doctor`; nothing: this one alone. Raises EnvironmentFault for one that is not there."""
+        return {}
 
     def submission(self, plan: Plan, plan_path: Path, resume: str | None) -> str:
         """What `start` would hand to another program, for --dry-run; empty where it hands over nothing."""

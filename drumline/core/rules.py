@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from drumline.core.batch import nearest
+from drumline.core.copies import copied_over
 from drumline.core.facts import TP_STYLES
 from drumline.core.rollouts import VLLMGenerator
 from drumline.core.rule import Case, Refusal, plain, quantizes, recomputes_some, sees
@@ -21,7 +22,8 @@ NO_PACKS = Refusal("packing × the model", "", "set data.packing: false for this
 
 def check_rules(case: Case) -> None:
     """Raises PlanError by the first rule that refuses: those for all strategies, then the strategy's own."""
-    for rules in (_images, _adapters, _model, _batch_norm, _tensor_parallel, _context_parallel, _zero_bubble, case.strategy.refusals):
+    common = (_images, _adapters, _model, _batch_norm, _tensor_parallel, _context_parallel, _zero_bubble, _health)
+    for rules in (*common, case.strategy.refusals):
         for refusal in rules(case):
             raise refusal.error()
 
@@ -175,6 +177,18 @@ def _zero_bubble(case: Case) -> Iterator[Refusal]:
     if case.config.compile.enabled:
         reason = "a compiled block has one backward, which does not split into that of its inputs and that of its weights"
         yield Refusal("zero_bubble × compile", reason, "use schedule: interleaved")
+
+
+def _health(case: Case) -> Iterator[Refusal]:
+    health = case.config.health
+    if health.check_weights_every and not copied_over(case.strategy, case.mesh):
+        apart = case.strategy.exchange is not None
+        reason = "each rank has weights of its own between two exchanges" if apart else "no rank holds the weights of another"
+        instead, where = "take it out, or use strategy=ddp", "health.check_weights_every"
+        yield Refusal("check_weights_every × weights that no two ranks share", reason, instead, where)
+    if health.on_spike == "rollback" and case.config.algorithm.rollout is not None:
+        reason = "a rollout depends on the weights, and would be another one after going back"
+        yield Refusal("on_spike=rollback × rollouts", reason, "use note or skip", "health.on_spike")
 
 
 def _rings(case: Case) -> bool:

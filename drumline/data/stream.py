@@ -163,6 +163,10 @@ class BatchStream:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
+    def ids(self, position: int) -> Ints:
+        """The samples of the global batch that starts at `position`, without fillers."""
+        return self.order.ids(position, min(position + self.batch.global_samples, self.stop))
+
     def _collate(self) -> Future[GlobalBatch | None]:
         """The next batch, collated by the thread; None after the last."""
         assert self._thread is not None
@@ -173,7 +177,7 @@ class BatchStream:
         size = self.batch.global_samples
         end = min(position + size, self.stop)
         ids = np.full(size, -1, np.int64)
-        ids[: end - position] = self.order.ids(position, end)
+        ids[: end - position] = self.ids(position)
         lengths = np.where(ids >= 0, self.cache.lengths[np.maximum(ids, 0)], 0)
         mine = assign(lengths, self.data_ranks, self.batch.accumulation, self.batch.micro_batch)[self.data_rank]
         columns = (ids,) if self.previous == "none" else (ids, self._before(ids, position, end))

@@ -1,29 +1,22 @@
-"""`drumline doctor`: before a run the checks of this host and an all-reduce of its ranks; after one what its logs say."""
+"""`drumline doctor`: before a run the checks of its hosts and an all-reduce of their ranks; after one what its logs say."""
 
 from __future__ import annotations
 
 import json
-import os
-import socket
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
 
-from drumline.core.process import run_module
-from drumline.doctor.check import Check, Host, Verdict, table
-from drumline.doctor.diagnose import STDIN, Finding, advice, diagnose, rank_without_log
+from drumline.core.launcher import LauncherSpec
+from drumline.doctor.check import Host, table
+from drumline.doctor.diagnose import STDIN, Finding, diagnose, rank_without_log
 from drumline.doctor.host import Question, examine
+from drumline.doctor.hosts import all_reduce, compared, examined
 from drumline.errors import UserError
-from drumline.hardware.catalog import LINKS, by_driver, link
-from drumline.hardware.cluster import Link
-from drumline.hardware.detect import Machine, detect
+from drumline.hardware.detect import detect
 
 CPU_RANKS = 2
-LIMIT, TIMEOUT = 120.0, 30.0  # seconds of all ranks together, imports of torch included, and of one collective
-CLOCKS = 1.0  # seconds that hosts may differ: logs of several are read side by side
-SLOW = 0.5  # of a link's usual rate: below it a pair is warned of
 
 
 def doctor(place: str | None, bandwidth: bool, as_json: bool) -> int:
@@ -79,10 +72,15 @@ def as_text(findings: Sequence[Finding], silent: Sequence[int] = ()) -> str:
 
 
 def _before(config: Path | None, bandwidth: bool, as_json: bool) -> int:
-    question, inter = question_of(config) if config else (Question(), "100Gb")
-    host, machine = examine(question), detect()
-    names = [host.name] * (len(machine.devices) or CPU_RANKS)
-    hosts = [host, Host(host.name, all_reduce(names, machine, bandwidth, inter), {})]
+    question, inter, launcher = asked_by(config) if config else (Question(), "100Gb", None)
+    machine, reached = detect(), launcher.reach() if launcher else {}
+    if reached:
+        hosts = examined(reached, question)
+        hosts.append(compared(reached, hosts, machine, inter, question.interface, bandwidth))
+    else:
+        host = examine(question)
+        names = [host.name] * (len(machine.devices) or CPU_RANKS)
+        hosts = [host, Host(host.name, all_reduce(names, machine, bandwidth, inter, host.port), {})]
     if as_json:
         print(_json({"hosts": [each.values() for each in hosts]}))
     else:
@@ -90,8 +88,8 @@ def _before(config: Path | None, bandwidth: bool, as_json: bool) -> int:
     return int(any(check.verdict == "fail" for each in hosts for check in each.checks))
 
 
-def question_of(config: Path) -> tuple[Question, str]:
-    """What a run of this config needs of a host, and the link between hosts. Raises ConfigError."""
+def asked_by(config: Path) -> tuple[Question, str, LauncherSpec]:
+    """What a run of this config needs of a host, the link between hosts, and its launcher. Raises ConfigError."""
     from drumline.core.data import FileSource, SavedSource
     from drumline.core.explain import default_run_dir
     from drumline.core.load import load
@@ -107,8 +105,9 @@ def question_of(config: Path) -> tuple[Question, str]:
         model=str(folder) if folder and (folder.is_dir() or folder.is_absolute()) else None,
         data=tuple(paths),
         port=run.launch.port,
+        interface=getattr(run.launch, "interface", None),
     )
-    return question, run.cluster.inter if run.cluster else "100Gb"
+    return question, run.cluster.inter if run.cluster else "100Gb", run.launch
 
 
 def _files(pattern: str, base: Path) -> list[str]:
@@ -117,57 +116,3 @@ def _files(pattern: str, base: Path) -> list[str]:
 
     full = str(base / Path(pattern).expanduser())
     return sorted(glob(full, recursive=True)) or [full]  # noqa: PTH207 - it may be absolute
-
-
-def all_reduce(hosts: Sequence[str], machine: Machine, bandwidth: bool, inter: str) -> tuple[Check, ...]:
-    """An all-reduce over one rank for each of `hosts`, all on this machine, within `LIMIT` seconds; with `bandwidth` also between pairs."""
-    if len(hosts) < 2:
-        return (Check("all-reduce", "one GPU: nothing to reduce"),)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-
-    def rank(number: int) -> tuple[int | None, str, str]:
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "RANK": str(number)}
-        variables |= {"LOCAL_RANK": str(number), "WORLD_SIZE": str(len(hosts)), "LOCAL_WORLD_SIZE": str(len(hosts))}
-        task = {"variables": variables, "hosts": list(hosts), "device": machine.device, "bandwidth": bandwidth}
-        return run_module("drumline.doctor.reduce", json.dumps({**task, "parent": os.getpid(), "timeout": TIMEOUT}), LIMIT)
-
-    with ThreadPoolExecutor(len(hosts)) as pool:
-        ends = list(pool.map(rank, range(len(hosts))))
-    return judged(ends, hosts, machine, inter)
-
-
-def judged(ends: Sequence[tuple[int | None, str, str]], hosts: Sequence[str], machine: Machine, inter: str) -> tuple[Check, ...]:
-    """The checks of what the ranks printed: (exit code, stdout, stderr) of each."""
-    if any(code != 0 for code, _, _ in ends):
-        late = [str(number) for number, (code, _, _) in enumerate(ends) if code is None]
-        errors = "\n".join(error for _, _, error in ends)
-        why = advice(errors)
-        last = ([line for line in errors.splitlines() if line.strip()] or ["nothing"])[-1]
-        found = why.cause if why else f"rank {', '.join(late)} did not end within {LIMIT:.0f} s" if late else last
-        return (Check("all-reduce", f"{len(ends)} ranks: {found}", "fail", why.signature.mend if why else "NCCL_DEBUG=INFO says more"),)
-    result = json.loads(ends[0][1].splitlines()[-1])  # a reduce.Result
-    found = f"{len(hosts)} ranks: {result['latency'] * 1e6:,.0f} µs, {result['bandwidth'] / 1e9:,.2f} GB/s of 16 MiB"
-    checks = [Check("all-reduce", found)]
-    if len(set(hosts)) > 1:
-        mend = "have all hosts' clocks set by NTP (chrony)"
-        checks.append(Check("clocks", f"{result['clocks']:.3f} s apart", "warn" if result["clocks"] > CLOCKS else "ok", mend))
-    return (*checks, *(_pair(pair, hosts, machine, inter) for pair in result["pairs"]))
-
-
-def _pair(pair: tuple[int, int, float], hosts: Sequence[str], machine: Machine, inter: str) -> Check:
-    a, b, rate = pair
-    usual = expected(machine, hosts[a] == hosts[b], inter)
-    reached = usual.reached(2)
-    slow: Verdict = "warn" if rate < SLOW * reached else "ok"
-    where = f"rank {a} ↔ {b}" if hosts[a] == hosts[b] else f"{hosts[a]} ↔ {hosts[b]}"
-    found = f"{rate / 1e9:,.2f} GB/s; {usual.name} usually reaches {reached / 1e9:,.2f}"
-    return Check(where, found, slow, "another link is used, or it is shared: see `nvidia-smi topo -m` and NCCL_DEBUG=INFO")
-
-
-def expected(machine: Machine, same_host: bool, inter: str) -> Link:
-    """The link between two ranks, by the catalog."""
-    if not same_host:
-        return link(inter) or LINKS["loopback"]
-    device = by_driver(machine.devices[0].name, machine.devices[0].memory_bytes) if machine.devices else None
-    return LINKS[device.intra if device else "pcie4" if machine.devices else "loopback"]

@@ -64,7 +64,9 @@ def examine(question: Question) -> Host:
             checks += look(question, machine, facts)
         except Exception as error:  # noqa: BLE001 - the rest may still say something
             checks.append(Check(look.__name__.replace("_", " "), f"cannot be looked at: {error}", "warn", "look by hand"))
-    return Host(socket.gethostname(), tuple(checks), facts)
+    with socket.create_server(("", 0)) as server:
+        free = server.getsockname()[1]
+    return Host(socket.gethostname(), tuple(checks), facts, max(1, len(machine.devices)), question.port or free)
 
 
 Look = Callable[[Question, Machine, dict[str, str]], Iterator[Check]]
@@ -139,9 +141,8 @@ def names(question: Question, machine: Machine, facts: dict[str, str]) -> Iterat
 
 def ports(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
     try:
-        with socket.create_server(("", question.port or 0)) as server:
-            free = server.getsockname()[1]
-        yield Check("port", f"{question.port} is free" if question.port else f"free ones are there ({free})")
+        socket.create_server(("", question.port or 0)).close()
+        yield Check("port", f"{question.port} is free" if question.port else "any free one: there are")
     except OSError as error:
         mend = f"`ss -ltnp` says who has it; end that, or choose another launch.port than {question.port}"
         yield Check("port", f"{question.port}: {error.strerror}", "fail", mend)

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -31,7 +32,9 @@ from drumline.core.signals import LauncherSignals
 from drumline.errors import NotSaved
 from drumline.hardware.detect import Groups, usable_cores
 from drumline.launchers.early import EarlyRanks
+from drumline.launchers.hangs import Hang, aborted
 from drumline.launchers.postmortem import RankEnd, read_error
+from drumline.launchers.watch import Watch
 
 # The agent would report each start and failure as well; the launcher reports it once.
 logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -39,6 +42,8 @@ logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 MONITOR_SECONDS = 0.1
 # After an error the other ranks have this long to end by themselves: their errors may explain more than the first one.
 SETTLE_SECONDS = 2.0
+# After SIGKILL: freeing memory takes a while, and a process that sleeps in the kernel, for a disk that stalls, dies when it wakes up.
+DEATH_SECONDS, ASLEEP_SECONDS = 60.0, 2.0
 # Ends on purpose that all ranks come to together (errors.py), some of them later, since they are still writing the checkpoint.
 TOGETHER = (3, 75, NotSaved.rank_code)
 
@@ -105,9 +110,9 @@ class _Logs(LogsSpecs):
     """One file a rank: FOLDER/rank-R.log for its errors, .out for what it prints, .json for the exception that ended it. Each rank gets its
     share of the cores as threads, unless the user has set another."""
 
-    def __init__(self, folder: Path, first: int) -> None:
+    def __init__(self, folder: Path, first: int, watch: Watch) -> None:
         super().__init__(str(folder))
-        self.folder, self.first = folder, first
+        self.folder, self.first, self.watch = folder, first, watch
 
     @property
     def root_log_dir(self) -> str:
@@ -118,7 +123,7 @@ class _Logs(LogsSpecs):
         files = {end: {rank: str(self.folder / f"rank-{self.first + rank}{end}") for rank in envs} for end in (".out", ".log", ".json")}
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // len(envs)))
         for rank, env in envs.items():
-            env |= {"TORCHELASTIC_ERROR_FILE": files[".json"][rank], "OMP_NUM_THREADS": threads}
+            env |= {"TORCHELASTIC_ERROR_FILE": files[".json"][rank], "OMP_NUM_THREADS": threads, **self.watch.variable(rank)}
         return LogsDest(stdouts=files[".out"], stderrs=files[".log"], error_files=files[".json"])
 
 
@@ -151,14 +156,17 @@ class Agent(LocalElasticAgent):
             max_restarts=0,
             monitor_interval=MONITOR_SECONDS,
         )
-        super().__init__(spec, _Logs(logs, meeting.first), exit_barrier_timeout=1)
+        self.watch = Watch(nproc, meeting.first, meeting.world_size)
+        super().__init__(spec, _Logs(logs, meeting.first, self.watch), exit_barrier_timeout=1)
         self.logs, self.signals, self.grace_seconds, self.early = logs, signals, grace, early
         self.killed: dict[int, bool] = {}  # by this agent: rank → whether it was suspended
         self.elsewhere: set[int] = set()  # exit codes of ranks of other hosts, but 0
+        self.hang: Hang | None = None
         self._ended: dict[int, float] = {}
         self._raised: dict[int, float] = {}
         self._forwarded = False
         self._kill_at: float | None = None
+        self._dead_at: float | None = None
 
     def attempt(self) -> list[RankEnd]:
         """Start the ranks, wait until the last has gone, and return how each ended."""
@@ -171,14 +179,18 @@ class Agent(LocalElasticAgent):
         finally:
             self.kill()
             self.meeting.shutdown()
+            self.watch.close()
         seen = (kills, groups.oom_kills())
         return [self._end(rank, code, seen) for rank, code in sorted(self._exitcodes().items())]
 
     def kill(self) -> None:
-        """SIGKILL every rank that is left, and whatever ranks have started, and wait for their end."""
+        """SIGKILL every rank that is left, and whatever ranks have started, and wait a little for their end."""
         self.strike()
+        asleep = self.hang is not None and any(seen.state == "D" for seen in self.hang.seen)
+        self._dead_at = self._dead_at or time.monotonic() + (ASLEEP_SECONDS if asleep else DEATH_SECONDS)
         for process in self._processes().values():
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, self._dead_at - time.monotonic()))
 
     def strike(self) -> None:
         """The same without waiting. Each rank is the leader of a session of its own."""
@@ -189,6 +201,10 @@ class Agent(LocalElasticAgent):
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Not the agent's own, which waits for a process that sleeps in the kernel."""
+        self.kill()
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Worker]:
         first, size = self.place.first, self.place.world_size
@@ -218,16 +234,19 @@ class Agent(LocalElasticAgent):
         if any(codes.values()) or self.elsewhere or self._stuck():
             self._settle()
             self.kill()
-        elif self._kill_at is not None and time.monotonic() > self._kill_at:
+        elif self._hangs() or (self._kill_at is not None and time.monotonic() > self._kill_at):
             self.kill()
         elif None in codes.values():
             return RunResult(state=WorkerState.HEALTHY)
+        if None in self._exitcodes().values():
+            return RunResult(state=WorkerState.FAILED)  # one cannot be killed, and the agent's own look would wait for it
         return super()._monitor_workers(worker_group)
 
     def _settle(self) -> None:
-        """Wait for the other ranks: not after a kill, briefly after an error, as long as saving may take after an end on purpose."""
+        """Wait for the other ranks: not after a kill, briefly after an error or an abort, as long as saving may take after an
+        end on purpose."""
         codes = (set(self._exitcodes().values()) | self.elsewhere) - {None, 0}
-        if min(codes, default=0) < 0 and not self.signals.number:
+        if min(codes - {-signal.SIGABRT}, default=0) < 0 and not self.signals.number:
             return
         until = time.monotonic() + (self.grace_seconds if codes & set(TOGETHER) else SETTLE_SECONDS)
         if self._kill_at is not None:
@@ -246,6 +265,12 @@ class Agent(LocalElasticAgent):
                 self._raised[rank] = now + (self.grace_seconds if on_purpose else SETTLE_SECONDS)
         return any(now > at for at in self._raised.values())
 
+    def _hangs(self) -> bool:
+        """The ranks have stood still for longer than they may. Not while they are to end: they have the grace time for that."""
+        if self.hang is None and not self.signals.number:
+            self.hang = self.watch.look({rank: process.pid for rank, process in self._processes().items() if process.poll() is None})
+        return self.hang is not None
+
     def _forward(self) -> None:
         """Hand a signal on to the ranks once; they have the grace time from then on, and a second Ctrl-C ends it."""
         if self.signals.number and not self._forwarded:
@@ -257,12 +282,17 @@ class Agent(LocalElasticAgent):
         if self.signals.at_once:
             self._kill_at = 0.0
 
-    def _end(self, rank: int, code: int, kills: tuple[int | None, int | None]) -> RankEnd:
+    def _end(self, rank: int, code: int | None, kills: tuple[int | None, int | None]) -> RankEnd:
         error = read_error(self.logs / f"rank-{rank}.json")
+        if self.hang is not None and rank == self.hang.of.rank:
+            error = self.hang.error()
+        elif error is None and code == -signal.SIGABRT:
+            error = aborted(self.logs / f"rank-{rank}.log")
         killed = rank in self.killed
         if killed and error:
             code = error["exit_code"]  # it had reported why it ends before we killed it
-        at = error["time"] if error else self._ended[rank]
+        at = error["time"] if error else self._ended.get(rank, time.time())
+        code = -signal.SIGKILL if code is None else code  # it dies as soon as it can
         return RankEnd(rank, code, error, self.logs / f"rank-{rank}.log", killed, at, self.killed.get(rank, False), kills)
 
     def _processes(self) -> dict[int, Any]:

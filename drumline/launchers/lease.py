@@ -26,7 +26,7 @@ from drumline.core.process import ProcessId, this_process
 from drumline.errors import EnvironmentFault
 
 NAME = "run.lock"
-STOP = "run.stop"  # beside it: the token of the lease whose holder shall stop
+STOP = f"{NAME}.stop"  # beside it: the token of the lease whose holder shall stop
 RENEW_SECONDS = 2.0
 PATIENCE_SECONDS = 8.0  # a counter that stands still for so long, by the reader's own clock, is a dead holder's
 LOOK_SECONDS = 0.5

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from drumline.core.launcher import OnOutOfMemory
 from drumline.core.plan import Plan
@@ -17,8 +17,10 @@ from drumline.core.signals import LauncherSignals
 from drumline.errors import NotSaved, UserError
 from drumline.hardware.detect import detect, free_bytes
 from drumline.launchers.environment import listen
+from drumline.launchers.hangs import write_stacks
 from drumline.launchers.postmortem import RankEnd, Restarts, exhausted, report, root_cause
 from drumline.telemetry.events import Emit, Eval, Event, EventLog, Fault, Restore, Save, Step, following, read, tail
+from drumline.telemetry.watched import Hang
 
 if TYPE_CHECKING:
     from drumline.launchers.early import EarlyRanks
@@ -87,6 +89,8 @@ def launch(
             out, memory_line, again = exhausted(cause), None, ""
             if signals.number:
                 reason: str | None = "asked to stop"
+            elif hang_of(cause) and plan.config.health.on_hang == "stop":
+                reason = "health.on_hang is stop"
             elif out is not None:
                 advice, reason = on_oom(out, max(failed_at, 0))
                 memory_line, again = out.describe() + (f"; {advice}" if advice else ""), "with that plan"
@@ -176,6 +180,10 @@ def _report_failure(
     """On stderr and as an event. `again`: how it goes on where there is no `reason` to stop. `memory_line`: where memory ran out."""
     if memory_line is None:
         print(f"\n{report(cause, ends)}\n", file=sys.stderr)
+    if hang := hang_of(cause):  # on a disk that stalls this waits: the terminal comes first
+        EventLog(events_path).emit(Hang(attempt=attempt, host=cause.host or None, **hang))
+        for end in ends:
+            write_stacks(end.log.parent, (end.error or {}).get("stacks", {}))
     first = f"error: {cause.name} failed after step {step}: {memory_line or cause.message.splitlines()[0]}"
     if reason is not None:
         print(f"{first} — {reason}; see {cause.log}", file=sys.stderr)
@@ -193,6 +201,11 @@ def _report_failure(
         action=f"stop: {reason}" if reason else "replan" if memory_line else "restart",
     )
     EventLog(events_path).emit(fault)
+
+
+def hang_of(cause: RankEnd) -> dict[str, Any] | None:
+    """What the event of a hang says, where that ended the rank."""
+    return (cause.error or {}).get("hang")
 
 
 def launch_script(script: Path, arguments: list[str], nproc: int | None, max_restarts: int) -> int:

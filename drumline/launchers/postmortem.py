@@ -116,7 +116,8 @@ def report(cause: RankEnd, ends: list[RankEnd]) -> str:
     lines += ["", f"last lines of {cause.log}:", *_indent(tail)] if tail else ["", f"its log: {cause.log}"]
     consequences = [end for end in ends if end.rank != cause.rank and end.exitcode != 0 and not end.killed]
     if consequences:
-        lines += ["", "in consequence: " + "; ".join(f"{end.name} {end.message.splitlines()[0][:100]}" for end in consequences)]
+        each = [f"{end.name} {end.message.splitlines()[0][:100]}{_begun(end)}" for end in consequences]
+        lines += ["", "in consequence: " + "; ".join(each)]
     silent = [end for end in ends if end.rank != cause.rank and end.killed and not end.error]
     lines += [f"{end.name} {end.message}" for end in silent if end.suspended or cause.is_consequence]
     return redact("\n".join([*lines, *_mend(lines)]))
@@ -128,6 +129,11 @@ def _mend(lines: list[str]) -> list[str]:
 
     known = advice("\n".join(line.strip() for line in lines))
     return [] if known is None else ["", f"likely cause: {known.cause}", f"mend: {known.signature.mend}"]
+
+
+def _begun(end: RankEnd) -> str:
+    """The collective that a rank had begun last."""
+    return f", in {end.error['collective']}" if end.error and end.error.get("collective") else ""
 
 
 def _indent(lines: list[str]) -> list[str]:
@@ -144,7 +150,7 @@ def log_lines(end: RankEnd, without: dict[str, Any] | None) -> list[str]:
         return []
     if without and without.get("traceback"):
         text = text.replace(without["traceback"].rstrip(), "").rstrip()
-    return [line for line in text.splitlines() if line.strip()][-LOG_LINES:]
+    return [line for line in text.splitlines() if line.strip() and not line.startswith("Extension modules: ")][-LOG_LINES:]
 
 
 class Restarts:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from drumline.core.redact import redact
 from drumline.core.signals import LauncherSignals
-from drumline.errors import DrumlineError, EnvironmentFault, UserError
+from drumline.errors import DrumlineError, UserError
 from drumline.launchers import lease
 from drumline.launchers.slurm import queue
 from drumline.telemetry.events import Emit, Event, Fault, RunEnd, Step, last, last_start, tail
@@ -56,14 +56,14 @@ def _state(run: Path, holder: lease.Holder | None) -> State:
     if job is not None:
         where = f"job {job}" + f" on {where}" * bool(where)
     at = events[-1].t if events else (run / "plan.json").stat().st_mtime
-    return State(run, _name(run, holder, events, job), steps[-1] if steps else None, where, max(0.0, time.time() - at))
+    return State(run, _name(run, holder, events), steps[-1] if steps else None, where, max(0.0, time.time() - at))
 
 
-def _name(run: Path, holder: lease.Holder | None, events: list[Event], job: str | None) -> str:
-    """running, queued, finished, preempted, stopped, failed, or lost: its launcher has died."""
+def _name(run: Path, holder: lease.Holder | None, events: list[Event]) -> str:
+    """running, queued (or about to start, or to end), finished, preempted, stopped, failed, or lost: its launcher has died."""
     if holder is not None and holder.alive:
         return "running"
-    if job is not None and queue.end_of(run) is None and _job_state(job) in queue.WAITS:
+    if queue.queued_job(run) is not None:
         return "queued"
     ends = [event for event in events if isinstance(event, RunEnd | Fault | Step)]
     if ends and isinstance(ends[-1], RunEnd):
@@ -71,13 +71,6 @@ def _name(run: Path, holder: lease.Holder | None, events: list[Event], job: str 
     if ends and isinstance(ends[-1], Fault) and ends[-1].action.startswith("stop"):
         return "failed"
     return "lost" if holder is not None or ends else "not started"
-
-
-def _job_state(job: str) -> str:
-    try:
-        return queue.state_of(job)[0]
-    except EnvironmentFault:  # this host has no Slurm
-        return ""
 
 
 def print_logs(run: Path, rank: int | None) -> None:
@@ -105,7 +98,7 @@ def follow(run: Path, on_event: Emit) -> int:
     require_run(run)
     path = run / "events.jsonl"
     start = last_start(path)
-    if (job := _queued_job(run)) is not None:
+    if (job := queue.queued_job(run)) is not None:
         return queue.follow(run, job, on_event, start)
     with LauncherSignals() as signals, tail(path, on_event, start):
         while not signals.number and (holder := lease.holders([run]).get(run)) is not None and holder.alive:
@@ -114,12 +107,6 @@ def follow(run: Path, on_event: Emit) -> int:
         return LEFT
     noted, ends = queue.end_of(run), [event for event in last(path) if isinstance(event, RunEnd | Fault)]
     return noted if noted is not None else ends[-1].exit_code if ends and isinstance(ends[-1], RunEnd) else 1
-
-
-def _queued_job(run: Path) -> str | None:
-    """The job of a run, where Slurm has not ended it."""
-    job = queue.job_of(run)
-    return job if job is not None and queue.end_of(run) is None and _job_state(job) in queue.THERE else None
 
 
 def _pause(signals: LauncherSignals, seconds: float) -> None:
@@ -136,7 +123,7 @@ def stop(run: Path) -> None:
         lease.request_stop(run, holder.token)
         print(f"{run}: pid {holder.pid} on host {holder.host} saves and ends", file=sys.stderr)
         _wait_for_end(run, holder.token)
-    elif (job := _queued_job(run)) is not None:
+    elif (job := queue.queued_job(run)) is not None:
         queue.ask("scancel", job)
         print(f"{run}: job {job} was in the queue and is cancelled", file=sys.stderr)
     else:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from drumline.errors import EnvironmentFault
@@ -71,12 +71,12 @@ def step_of_allocation() -> list[str]:
     return ["srun", "--kill-on-bad-exit=1", *cores]
 
 
-def torchrun_of_node(processes: int) -> list[str]:
-    """Where srun has started one task a node, and each node shall have more ranks: the torchrun that starts those of this node. Empty
-    elsewhere."""
+def torchrun_of_node(count: Callable[[], int]) -> list[str]:
+    """Where srun has started one task a node, and each node shall have `count()` ranks, which are more: the torchrun that starts those of
+    this node. Empty elsewhere."""
     env = os.environ
     nodes = _number(env, "SLURM_STEP_NUM_NODES")
-    if env.get(JOINED) != "srun" or processes < 2 or nodes != int(env["WORLD_SIZE"]):
+    if env.get(JOINED) != "srun" or nodes != int(env["WORLD_SIZE"]) or (processes := count()) < 2:
         return []
     place = [f"--node-rank={env['RANK']}", f"--master-addr={env['MASTER_ADDR']}", f"--master-port={env['MASTER_PORT']}"]
     each = [f"--nnodes={nodes}", f"--nproc-per-node={processes}", f"--rdzv-id={env['SLURM_JOB_ID']}"]

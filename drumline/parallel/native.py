@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from drumline.core.heartbeat import alive, beat
 from drumline.core.plan import Plan
 from drumline.dist.mesh import device_mesh, gradient_group
 from drumline.dist.seeds import derive
@@ -179,6 +180,7 @@ class ForwardEngine:
         outs = []
         with self.evaluating(), self._autocast():
             for batch in micro_batches:
+                alive()
                 loss_sum, sums = module(batch, objective)
                 outs.append({"loss": loss_sum, **sums})
         return outs
@@ -225,8 +227,10 @@ class NativeEngine(ForwardEngine):
         outs = []
         for index, batch in enumerate(micro_batches):
             with self.micro_batch(last=index == len(micro_batches) - 1):
+                beat("forward")
                 with self._autocast():
                     loss_sum, sums = self.spread.module(batch, objective)
+                beat("backward")
                 self.backward(loss_sum, denominator)
             outs.append({"loss": loss_sum.detach(), **sums})
         return added(outs)

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from drumline.telemetry import events
+from drumline.telemetry import events, watched
 
 REFRESH_PER_SECOND = 4
 PLAIN_STEP_LINES = 20
@@ -175,6 +175,24 @@ class Progress:
         self._print(
             f"step {event.step}: loss {_number(event.loss)}, gradient norm {_number(event.grad_norm)} — {event.policy}"
             f" (samples {', '.join(map(str, event.sample_ids[:8]))}{'…' * (len(event.sample_ids) > 8)})",
+            "yellow",
+        )
+
+    def _on_spike(self, event: watched.Spike) -> None:
+        self._print(
+            f"step {event.step}: loss {_number(event.loss)} jumps above {event.limit:.4g} (mean before {event.mean:.4g}) — {event.policy}"
+            f" (samples {', '.join(map(str, event.sample_ids[:8]))}{'…' * (len(event.sample_ids) > 8)})",
+            "yellow",
+        )
+
+    def _on_weights_differ(self, event: watched.WeightsDiffer) -> None:
+        since = "" if event.agreed is None else f"; they agreed after step {event.agreed}"
+        self._print(f"step {event.step}: the weights of ranks {', '.join(map(str, event.ranks))} differ{since}", "bold red")
+
+    def _on_straggler(self, event: watched.Straggler) -> None:
+        self._print(
+            f"rank {event.rank} ({event.device} of {event.host}) holds up the others: {event.seconds:.3g} s a step of its own, the median"
+            f" rank {event.median:.3g} s; that costs {event.lost_tokens_per_s:,.0f} tokens/s",
             "yellow",
         )
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, TopKLogitsWarper, TopPLogitsWarper
 
 from drumline.core import rollouts as c
+from drumline.core.heartbeat import alive
 from drumline.data.templates import end_ids
 from drumline.dist.reduce import from_all
 from drumline.dist.seeds import derive
@@ -91,6 +92,7 @@ class Sampler:
 
     def choose(self, logits_BV: torch.Tensor, seeds_B: torch.Tensor, positions_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(scores fp32[B, V] whose argmax is the sample, log-probs fp32[B] of those samples)."""
+        alive()  # a token is a sign of life
         scores_BV = logits_BV.float() / self.temperature
         kept_BV = scores_BV
         for warper in self.warpers:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from drumline.algorithms.policy import KLController, differs, divergence
+from drumline.core.heartbeat import beat
 from drumline.core.plan import Plan
 from drumline.core.rollouts import RolloutSpec
 from drumline.data.cache import TokenCache
@@ -305,6 +306,7 @@ class Rollouts:
     @contextmanager
     def _spend(self, kind: str) -> Iterator[None]:
         began = time.time()
+        beat("rollout")
         yield
         self.seconds[kind] = self.seconds.get(kind, 0.0) + time.time() - began
 

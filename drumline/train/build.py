@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ from drumline.train.loop import Loop
 from drumline.train.references import Reference
 from drumline.train.saving import Saver
 from drumline.train.state import Goodput, TrainState
-from drumline.train.streams import FirstPass, build_streams, fixed_width
+from drumline.train.streams import FirstPass, Streams, build_streams, fixed_width
 
 MODEL = re.compile(r"(^|(?<=/))model\.")  # the section of weights, of the policy or of another role (ROLE/model.…)
 
@@ -60,7 +61,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         with goodput.spend("restore"):
             state = start.restore(engine, emit, time.time() - searched)
     gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank))
-    rollouts, held_out = None, None
+    rollouts, held_out, back = None, None, None
     training: Iterable[GlobalBatch]
     if (rollout := config.algorithm.rollout) is not None:
         from drumline.train.reinforced import reinforced  # what generates takes a second to import
@@ -68,12 +69,8 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         algorithm, rollouts, training = reinforced(plan, rollout, ranks, engine, state, device, emit)
     else:
         algorithm = config.algorithm.build_in(Path(plan.base_dir))
-        streams = build_streams(plan, plan.mesh.data_rank(ranks.rank), state.position, device)
-        if config.algorithm.reference_of(config) != "none":
-            streams = Reference(plan, ranks, device, engine, algorithm, streams, not (start and start.path), emit, stop_flag).prepared()
-        if (read := algorithm.first_pass) is not None:
-            streams = FirstPass(algorithm, read, engine, gather.counts, device).prepared(streams)
-        training, held_out = streams.training, streams.held_out
+        is_new = not (start and start.path)
+        training, held_out, back = _streams(plan, ranks, engine, algorithm, state, is_new, gather, emit, stop_flag)
     _agree_on(verification)
     saved = state.step if start and start.path and start.path.parent.absolute() == checkpointer.root.absolute() else -1
     traffic = Traffic(config.strategy.step_kind, device)
@@ -82,6 +79,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         engine=engine,
         algorithm=algorithm,
         rollouts=rollouts,
+        rewind=back,
         stream=training,
         held_out=held_out,
         saver=Saver(plan, engine, state, checkpointer, emit, gather, stop_flag, saved),
@@ -95,6 +93,35 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         measure=Measure(plan, lambda: stats_with_frozen(engine), gather, emit, traffic),
         seen_step=max(series(past, "loss"), default=0),
     )
+
+
+def _streams(
+    plan: Plan,
+    ranks: Ranks,
+    engine: Engine,
+    algorithm: Any,
+    state: TrainState,
+    is_new: bool,
+    gather: Gather,
+    emit: Emit,
+    stop_flag: StopFlag,
+) -> tuple[Iterable[GlobalBatch], Callable[[], Iterable[GlobalBatch]] | None, Callable[[], Iterable[GlobalBatch]]]:
+    """Training batches, what gives held-out ones, and what goes back to the newest checkpoint and gives the batches from there on."""
+
+    def after(position: int, is_new: bool) -> Streams:
+        streams = build_streams(plan, plan.mesh.data_rank(ranks.rank), position, gather.device)
+        if plan.config.algorithm.reference_of(plan.config) != "none":
+            streams = Reference(plan, ranks, gather.device, engine, algorithm, streams, is_new, emit, stop_flag).prepared()
+        if (read := algorithm.first_pass) is not None:
+            streams = FirstPass(algorithm, read, engine, gather.counts, gather.device).prepared(streams)
+        return streams
+
+    def rewind() -> Iterable[GlobalBatch]:
+        vars(state).update(vars(Start.find(plan, "newest").restore(engine, emit, time.time())))
+        return after(state.position, False).training
+
+    streams = after(state.position, is_new)
+    return streams.training, streams.held_out, rewind
 
 
 def _engine(plan: Plan, device: str, checkpoint_keys: frozenset[str]) -> Engine:

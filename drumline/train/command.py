@@ -14,7 +14,6 @@ from rich.console import Console
 
 from drumline.compat.convert import convert as to_drumline
 from drumline.compat.overlay import from_environment, from_file
-from drumline.core.config import Config
 from drumline.core.explain import default_run_dir, explain, plan_line
 from drumline.core.load import Request, load, reader, to_yaml
 from drumline.core.process import uncollected
@@ -44,7 +43,7 @@ def train(
         become([*srun, sys.executable, "-m", *myself])
     die_with_launchers()
     request = requested(config_path, overrides, resume, allow, accelerate_config)
-    if launched_by() == "srun" and (torchrun := torchrun_of_node(_ranks_of_node(request().loaded.config))):
+    if torchrun := torchrun_of_node(lambda: _ranks_of_node(request)):
         become([*torchrun, *myself])
     if launched_by() is None:
         made = request()
@@ -59,8 +58,12 @@ def train(
     return train_launched(request)
 
 
-def _ranks_of_node(config: Config) -> int:
-    """How many ranks our own launcher would start here."""
+def _ranks_of_node(request: Callable[..., Request]) -> int:
+    """How many ranks our own launcher would start here; 1 for a config with a mistake, which rank 0 reports."""
+    try:
+        config = request().loaded.config
+    except UserError:
+        return 1
     return default_processes(config, 0 if config.run.device == "cpu" else likely_gpus())
 
 

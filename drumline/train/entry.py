@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from drumline.core import heartbeat
 from drumline.core.explain import plan_line, strategy_name
 from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
 from drumline.dist.start import Ranks, start, stop
 from drumline.errors import DrumlineError, Preempted, TrainingStopped
+from drumline.telemetry import flight
 from drumline.telemetry.events import Emit, Event, EventLog, Export, RunEnd, RunStart, read
 from drumline.telemetry.measure import planned
 from drumline.telemetry.trackers import Callbacks, open_sinks
@@ -34,6 +36,7 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
     """Join the process group, train, leave it, and export on rank 0. `listener` also gets each event of rank 0."""
     started = time.time()
     events_path = Path(plan.run_dir) / "events.jsonl"
+    watch(plan)
     with StopFlag() as stop_flag:
         ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds, plan.config.launch.interface)
         past = read(events_path)
@@ -44,6 +47,7 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
         error: BaseException | None = None
         try:
             train_on(plan, ranks, resume, emit=emit, stop_flag=stop_flag, past=past, goodput=goodput)
+            heartbeat.beat("done")
             stop()
             reporter.export()
         except BaseException as raised:
@@ -67,6 +71,18 @@ def train_on(plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, stop_f
         loop = build(plan, ranks, resume, emit, stop_flag, past, goodput)
         watch.built(loop.engine)
         loop.run()
+
+
+def watch(plan: Plan) -> None:
+    """Have the launcher notice where this rank hangs."""
+    if heartbeat.register(plan.config.health.limits()) is None:
+        return
+    heartbeat.answer("collectives", flight.recent)
+    if plan.config.compile.enabled:
+        from drumline.vendor.torch import on_compile_end, on_compile_start  # torch._dynamo takes a second to import
+
+        on_compile_start(lambda *_: heartbeat.compiling(True))
+        on_compile_end(lambda *_: heartbeat.compiling(False))
 
 
 def run_start(plan: Plan, resume: str | None) -> RunStart:

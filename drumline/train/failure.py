@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 
 from drumline.core.files import write_whole
 from drumline.core.out_of_memory import Exhausted
@@ -25,6 +26,7 @@ from drumline.dist.start import leave_process
 from drumline.errors import DrumlineError, Preempted
 from drumline.hardware.detect import detect
 from drumline.parallel.engine import Engine
+from drumline.telemetry import flight
 from drumline.telemetry.measure import process_bytes
 
 # Parts of messages that mean it where torch has no class of its own: CPU allocators, C++, cuBLAS, cuDNN, the kernel.
@@ -159,6 +161,8 @@ def note(error: BaseException) -> None:
     else:
         message, text, code = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), 1
         _say(text)
+        if dist.is_initialized() and (begun := flight.recent(most=1)):
+            more = {"collective": flight.describe(begun[0])}
     if named := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         _write(Path(named), {"message": redact(message), "traceback": redact(text), "time": time.time(), "exit_code": code, **more})
 

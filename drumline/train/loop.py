@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from drumline.algorithms.base import Algorithm
+from drumline.core import heartbeat
 from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
 from drumline.data.stream import GlobalBatch
@@ -21,6 +22,8 @@ from drumline.models.router import router_metrics
 from drumline.parallel.engine import Engine
 from drumline.telemetry.events import Emit, Eval, Step
 from drumline.telemetry.measure import Measure
+from drumline.telemetry.stragglers import Stragglers
+from drumline.train.health import Collectives, GoBack, Spikes, Weights
 from drumline.train.saving import Saver
 from drumline.train.state import Flight, Goodput, TrainState, judge
 
@@ -55,7 +58,15 @@ class Loop:
     evaluated_step: int = -1
     metric: float | None = None  # of the weights as they are now; a step makes it unknown
     rollouts: Rollouts | None = None
+    rewind: Callable[[], Iterable[GlobalBatch]] | None = None  # to the newest checkpoint; gives the stream from there on
     checkpointable: bool = True  # not in the middle of the steps of a rollout, where a run could not go on from
+
+    def __post_init__(self) -> None:
+        health = self.plan.config.health
+        self.spikes = Spikes(health, self.emit)
+        self.weights = Weights(self.plan, self.engine, self.gather, self.emit)
+        self.collectives = Collectives(health.check_collectives)
+        self.stragglers = Stragglers(self.gather, self.emit, health.straggler_ratio)
 
     def run(self) -> None:
         """Train from `state` to the end of the stream. Raises Preempted after a stop signal, TrainingStopped by policy."""
@@ -72,16 +83,35 @@ class Loop:
         config = self.plan.config
         if self.state.step == 0 and config.eval.at_start:
             self.evaluate()
-        batches = iter(self.stream)
+        while True:
+            try:
+                self._steps()
+                self._land()
+                break
+            except GoBack as back:
+                self._go_back(back)
+        if not config.eval.every or (self.state.step % config.eval.every and self.evaluated_step != self.state.step):
+            self.evaluate()
+        self._save_last()
+        self.measure.finish(self.state.step)
+
+    def _steps(self) -> None:
+        """To the end of the stream."""
+        config, batches = self.plan.config, iter(self.stream)
         rested = self.state.step  # the last step that the run could go on from
         while True:
             if self.rollouts is not None and self.checkpointable:
                 self._stop_if_requested()  # before a rollout, which takes long, and not after it
             drawn = time.time()
+            heartbeat.step(self.state.step, self.state.position, free=self.measure.traffic.due(self.state.step))
+            heartbeat.beat("data")
             batch = next(batches, None)
             if batch is None:
                 break
             self._train_step(batch, time.time() - drawn)
+            self.collectives.check()
+            if self.weights.due(self.state.step):
+                self.weights.check(self.state.step)
             if self.checkpointable:
                 self._leave_if_requested()
                 best = _due(config.eval.every, rested, self.state.step) and self.evaluate()
@@ -89,11 +119,17 @@ class Loop:
                     self.save()
                 rested = self.state.step
             self.saver.report(self.saver.checkpointer.poll())
-        self._land()
-        if not config.eval.every or (self.state.step % config.eval.every and self.evaluated_step != self.state.step):
-            self.evaluate()
-        self._save_last()
-        self.measure.finish(self.state.step)
+
+    def _go_back(self, back: GoBack) -> None:
+        """To the newest checkpoint. All ranks come here after the same step."""
+        assert self.rewind is not None
+        self.seen_step = max(self.seen_step, self.state.step)
+        self.saver.report(self.saver.checkpointer.wait())
+        self.spikes.passed_over.add(back.position)
+        heartbeat.beat("startup")
+        with self.goodput.spend("restore"):
+            self.stream = self.rewind()
+        self.saver.saved_step, self.metric, self.landed, self.checkpointable = self.state.step, None, time.time(), True
 
     def _train_step(self, batch: GlobalBatch, data_s: float) -> None:
         """Compute a step, and read the numbers of the one before, which have come to the host by now. Its own are waited for where it is
@@ -104,24 +140,30 @@ class Loop:
         weight, tokens = batch.of_all or self._of_all(batch)
         denominator = max(1.0, weight)
         seed_step(self.plan.config.run.seed, step, *self.plan.mesh.stream(self.gather.rank))
+        heartbeat.beat("forward")
         with self.measure.watch(step):
             sums = self.engine.forward_backward(batch.micro_batches, self.algorithm.objective, denominator)
         waited = self.engine.exposed_communication()
         comm_s = math.nan if waited is None else waited
         shared = float(self.stop_flag.requested), self.saver.retry_at, data_s, comm_s, float(self.memory_bytes())
+        heartbeat.beat("collective")
         gathered = self.gather.start(sums, *shared)
+        heartbeat.beat("optimizer")
         with self.measure.watch(step, "clip"):
             grad_norm = self.engine.grad_norm()
         lr = self.plan.lr * self.plan.config.schedule.rate(step, self.plan.steps or 1, self.plan.warmup_steps)
+        ids = batch.sample_ids[batch.sample_ids >= 0]
+        flight = Flight(gathered, step + 1, denominator, batch.position, ids, int(tokens), lr, started - data_s, data_s)
         finite = torch.isfinite(gathered["loss"]) & torch.isfinite(grad_norm)
+        finite = self.spikes.allows(flight, gathered["loss"], finite)
         with self.measure.watch(step, "step"):
             self.engine.step(lr, grad_norm, finite)
+        heartbeat.beat("collective")
         gathered.fetch(grad_norm)
         self.state.step, self.state.position, self.state.stream = step + 1, batch.position, batch.state
         self.checkpointable = batch.checkpointable
         self.state.tokens += int(tokens)
-        ids = batch.sample_ids[batch.sample_ids >= 0]
-        flight = Flight(gathered, step + 1, denominator, batch.position, ids, int(tokens), lr, started - data_s, data_s)
+        flight.computed = time.time()
         whole = not self.measure.traffic.due(step) or flight.finite
         copies = self.saver.checkpointer.staging.bytes_
         flight.volume, flight.clock = self.measure.end_step(step, batch.micro_batches, copies, whole, data=data_s, communication=comm_s)
@@ -140,18 +182,24 @@ class Loop:
         flight, self.flight = self.flight, None
         if flight is None:
             return
-        signals, retry_at, *_ = flight.by_rank
+        signals, retry_at, data, communication, *_ = flight.by_rank
         self.stop = int(max(signals)) or self.stop
         self.retries = max(retry_at) < flight.step
         seconds = flight.arrived[2] - max(self.landed, flight.began)
         self.landed = flight.arrived[2]
         self.goodput.seconds["recompute" if flight.step <= self.seen_step else "productive"] += seconds
         self.measure.took(flight.step, flight.clock, max(0.0, seconds - flight.data_s))
+        heartbeat.beat("report")
+        self.stragglers.add(flight.step, seconds, flight.tokens, data, communication)
         if logged:
             self._log_step(flight, seconds)
         if flight.finite:
             self.metric = None
+        skips = self.state.skips
         judge(flight, self.plan, self.state, self.engine.rescales(), self.emit, "health.on_nan", FIX)
+        if flight.finite:
+            can_go_back = self.rewind is not None and self.saver.saved_step >= 0
+            self.state.skips = self.spikes.judge(flight, skips, can_go_back)
 
     def _log_step(self, flight: Flight, seconds: float) -> None:
         world = self.gather.world_size
@@ -188,6 +236,7 @@ class Loop:
         """Emit metrics over the whole held-out set, each sample once. True: the best weights so far. A stop signal breaks it off."""
         self._land()
         started = time.time()
+        heartbeat.beat("eval")
         with self.goodput.spend("eval"):
             found = self._held_out_metrics() if self.rollouts is None else self.rollouts.evaluate(self.state.step)
         if found is None:
@@ -223,6 +272,8 @@ class Loop:
         """Hand the state to the checkpointer. `metric` goes with it only if it was measured on these very weights."""
         self._land()
         self.retries = False
+        heartbeat.beat("save")
+        self.weights.check(self.state.step)
         with self.goodput.spend("save"):
             self.saver.save(self.metric)
 
@@ -239,7 +290,9 @@ class Loop:
 
     def _save_last(self) -> None:
         self._land()
+        heartbeat.beat("save")
         if self.plan.saves:
+            self.weights.check(self.state.step)
             with self.goodput.spend("save"):
                 self.saver.save_last(self.metric)
 

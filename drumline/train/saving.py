@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from drumline.checkpoint.save import Checkpointer, SaveResult
+from drumline.core.heartbeat import alive
 from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
 from drumline.dist.reduce import Gather
@@ -45,6 +46,7 @@ class Saver:
 
     def save(self, metric: float | None) -> None:
         """Hand the state to the checkpointer. `metric`: of these very weights. Collective."""
+        alive()
         self.report(self.checkpointer.wait())
         self.checkpointer.save(self.state.step, self.engine.tensors(), self._dump(), metric)
         self.saved_step = self.state.step

@@ -54,6 +54,7 @@ class Flight:
     data_s: float = 0.0  # that this rank waited for data
     volume: int | None = None  # bytes
     clock: str | None = None  # what Measure calls its seconds
+    limit: float | None = None  # a larger loss is a spike
 
     def __post_init__(self) -> None:
         self.computed = time.time()

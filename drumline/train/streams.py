@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from drumline.algorithms.base import Algorithm
+from drumline.core import heartbeat
 from drumline.core.plan import BatchPlan, Plan
 from drumline.core.resolve import total_samples
 from drumline.data.batches import First
@@ -72,6 +73,7 @@ def build_streams(plan: Plan, data_rank: int, position: int, device: str) -> Str
 
     cache, stop, held_out = open_samples(plan, data.train_cache), total_samples(config, plan.batch, data), data.eval_cache
     training = stream(cache, plan.batch, config.data.order == "shuffle", position, stop, config.data.prefetch, "batch")
+    heartbeat.answer("samples", lambda: training.ids(heartbeat.position()).tolist())
     return Streams(on_device(training), None if held_out is None else lambda: once(held_out), once)
 
 

@@ -74,7 +74,7 @@ def end(process: subprocess.Popen[str], timeout: float = 300) -> Finished:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
-        raise AssertionError(f"{process.args} took over {timeout} s:\n{out}\n{err}") from None
+        raise AssertionError(f"{process.args!r} took over {timeout} s:\n{out}\n{err}") from None
     return Finished(process.returncode, out, err)
 
 
@@ -121,7 +121,7 @@ def test_joins_without_being_told(
 
 
 def test_a_mistake_under_srun_is_one_line(cluster: Slurm, config: Path, tmp_path: Path) -> None:
-    done = end(start(cluster, "srun", "-N2", "-n2", *DRUMLINE, "train", config, f"run.dir={tmp_path / 'run'}", "launch.nproc=3"))
+    done = end(start(cluster, "srun", "-N1", "-n2", *DRUMLINE, "train", config, f"run.dir={tmp_path / 'run'}", "launch.nproc=3"))
     assert done.code == 2 and done.err.count("error: launch") == 1, done.err
     assert "launch.nproc is 3, but srun has started 2 processes" in done.err
 
@@ -239,8 +239,8 @@ def test_cancelled_it_saves_first(cluster: Slurm, config: Path, tmp_path: Path) 
     done = end(process)
     assert done.code == 75 and "stopped and saved" in done.err, done.err
     assert cluster.job(job_of(run))["JobState"] == "CANCELLED" and cluster.job(job_of(run))["Restarts"] == "0"
-    resumed = drumline("train", config, f"run.dir={run}", f"run.steps={events(run, 'run_end')[-1]['step'] + 2}", "--nproc", 2, "--resume",
-                       "--allow", "run.steps,launch")  # fmt: skip
+    steps = events(run, "run_end")[-1]["step"] + 2
+    resumed = drumline("train", config, f"run.dir={run}", f"run.steps={steps}", "--nproc", 2, "--resume", "--allow", "all")
     assert resumed.code == 0, resumed.err
 
 

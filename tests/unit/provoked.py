@@ -342,5 +342,6 @@ PROVOKED: dict[str, Callable[[], str]] = {
     "remote-code": remote_code,
     "python-error": lambda: said(lambda: int("x")),
 }
-# What takes half a second and more: time-outs, and what imports transformers.
-FULL = {"barrier-missing", "gloo-connect", "gloo-timeout", "rendezvous-name", "store-connect", "store-timeout", "pad-token", "remote-code"}
+# What takes half a second and more: time-outs, and what imports transformers or torch's compiler.
+FULL = {"ddp-unused", "ddp-twice", "barrier-missing", "gloo-connect", "gloo-timeout", "rendezvous-name"}
+FULL |= {"store-connect", "store-timeout", "pad-token", "remote-code"}

@@ -16,8 +16,9 @@ from tests.unit.provoked import FULL, PROVOKED
 
 TABLE = {signature.name: signature for signature in signatures()}
 RECORDED: dict[str, dict[str, str]] = yaml.safe_load((Path(__file__).parents[1] / "fixtures/doctor/recorded.yaml").read_text())
+HEALTHY: dict[str, dict[str, str]] = yaml.safe_load((Path(__file__).parents[1] / "fixtures/doctor/healthy.yaml").read_text())
 # Told by events of a run, and by a kernel that mounts: tests of their own.
-ELSEWHERE = {"slow-loader": "test_doctor", "fp16-overflow": "test_doctor", "read-only": "test_doctor_provoked"}
+ELSEWHERE = {"slow-loader", "fp16-overflow", "hang", "weights-differ", "loss-spike", "straggler", "read-only"}
 
 
 def found(text: str) -> list[Finding]:
@@ -40,7 +41,7 @@ def test_no_signature_follows_from_itself_by_a_circle() -> None:
 
 
 def test_each_signature_has_a_test() -> None:
-    covered = {name.partition(" (")[0] for name in RECORDED} | set(PROVOKED) | set(ELSEWHERE)
+    covered = {name.partition(" (")[0] for name in RECORDED} | set(PROVOKED) | ELSEWHERE
     assert covered == set(TABLE)
 
 
@@ -64,3 +65,9 @@ def test_provoked(name: str) -> None:
     findings = found(PROVOKED[name]())
     assert [each.signature.name for each in findings[:1]] == [name]
     assert not findings[0].follows and "not named here" not in findings[0].cause
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_what_sounds_like_a_fault_and_is_none(name: str) -> None:
+    assert HEALTHY[name]["source"].startswith("https://") and len(HEALTHY[name]["lines"].splitlines()) <= 3
+    assert found(HEALTHY[name]["lines"]) == []

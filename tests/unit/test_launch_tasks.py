@@ -136,11 +136,11 @@ def test_one_task_a_node_starts_its_ranks_by_torchrun(monkeypatch: pytest.Monkey
     step = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     given(monkeypatch, JOB, step, {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"})
     join_tasks()
-    line = " ".join(torchrun_of_node(8))
+    line = " ".join(torchrun_of_node(lambda: 8))
     assert "--nnodes=2 --nproc-per-node=8 --rdzv-id=77 --node-rank=1 --master-addr=localhost --master-port=" in line
-    assert torchrun_of_node(1) == [], "the task is the rank"
+    assert torchrun_of_node(lambda: 1) == [], "the task is the rank"
     given(monkeypatch, {"WORLD_SIZE": "4"})
-    assert torchrun_of_node(8) == [], "a task a rank"
+    assert torchrun_of_node(lambda: 8) == [], "a task a rank"
 
 
 @pytest.mark.parametrize("env", [MPI, HYDRA], ids=["Open MPI", "MPICH"])

@@ -152,10 +152,11 @@ def test_without_slurm_it_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_ends_are_read_from_the_notes_of_tasks(tmp_path: Path) -> None:
     (tmp_path / "rank-0.end").write_text('{"exitcode": -9, "host": "n1", "time": 5.0}')
     (tmp_path / "srun.log").write_text("srun: Job step created\nsrun: error: Node failure on n2\nsrun: error: more\n")
-    first, second = (job._end(rank, tmp_path, killed=False) for rank in (0, 1))
+    first, second = (job._end(rank, tmp_path, killed=False, stopped_by=0) for rank in (0, 1))
     assert (first.exitcode, first.host, first.message, first.name) == (-9, "n1", "killed by SIGKILL", "rank 0 on host n1")
     assert (second.exitcode, second.message) == (1, "lost: Node failure on n2")
-    assert job._end(1, tmp_path, killed=True).killed
+    assert job._end(1, tmp_path, killed=True, stopped_by=0).killed
+    assert job._end(1, tmp_path, killed=False, stopped_by=10).signal == "SIGUSR1", "its task did not listen yet"
 
 
 @pytest.mark.parametrize("page", ["slurm.md", "slurm.zh.md"])

@@ -22,6 +22,7 @@ from drumline.launchers.slurm.queue import END, ask, note_end
 from drumline.launchers.slurm.spec import SlurmLauncher
 
 LOOK_SECONDS = 0.5
+AGAIN_SECONDS = 10.0  # between two kills of a step that does not end, or whose kill Slurm did not hear
 # After an error the other ranks have this long to end by themselves, and files this long to be seen on another host.
 SETTLE_SECONDS, SHARED_SECONDS = 2.0, 5.0
 TOGETHER = (3, 75, NotSaved.rank_code)  # ends on purpose, that all ranks come to
@@ -45,13 +46,13 @@ class StepRanks:
         alone = ["--kill-on-bad-exit=0", "--wait=0", "--mpi=none", "--input=none", "--unbuffered"]
         files = [f"--output={names}/rank-%t.out", f"--error={names}/rank-%t.log"]
         task = [sys.executable, "-m", "drumline.launchers.slurm.task", str(logs), *rank]
+        command = ["srun", *place, *cores, *alone, *files, *task]
+        env = {**os.environ, **({"MASTER_PORT": str(self.options.port)} if self.options.port else {})}
         with (logs / "srun.log").open("w") as log:
-            srun = subprocess.Popen(
-                ["srun", *place, *cores, *alone, *files, *task], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+            srun = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         killed = self._watch(srun, logs, signals)
         self.signal = signals.number
-        return [_end(rank, logs, killed) for rank in range(self.size)]
+        return [_end(rank, logs, killed, signals.number) for rank in range(self.size)]
 
     def _watch(self, srun: subprocess.Popen[bytes], logs: Path, signals: LauncherSignals) -> bool:
         """Wait for the end of the step, and kill it where that does not come. Returns whether it was killed."""
@@ -61,15 +62,13 @@ class StepRanks:
             now = time.monotonic()
             if signals.number and not forwarded:
                 # To the tasks alone: this script's own process is in another step.
-                _tell("scancel", f"--signal={signal.Signals(signals.number).name}", os.environ["SLURM_JOB_ID"])
-                forwarded, until = True, now + self.options.grace_seconds
+                forwarded, until = _signal_steps(signal.Signals(signals.number).name), now + self.options.grace_seconds
             codes = {found["exitcode"] for found in _notes(logs)} - {0}
             if codes and until is None:
                 until = now + (0 if min(codes) < 0 else self.options.grace_seconds if codes & {*TOGETHER} else SETTLE_SECONDS)
-            if not killed and (signals.at_once or (until is not None and now > until)):
-                killed = True
-                for step in _steps():
-                    _tell("scancel", "--signal=KILL", step)
+            if (until is not None and now > until) or (signals.at_once and not killed):
+                killed, until = True, now + AGAIN_SECONDS
+                _signal_steps("KILL")
             time.sleep(LOOK_SECONDS)
         waits = time.monotonic() + SHARED_SECONDS
         while not killed and len(_notes(logs)) < self.size and time.monotonic() < waits:
@@ -77,24 +76,24 @@ class StepRanks:
         return killed
 
 
-def _steps() -> list[str]:
-    """The steps of this job that srun has started: JOB.0, …"""
-    shown = ask("squeue", "--noheader", "--steps", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%i")
-    return [step for step in shown.split() if step.rpartition(".")[2].isdecimal()]
-
-
-def _tell(*command: str) -> None:
+def _signal_steps(name: str) -> bool:
+    """Send a signal to the steps of this job that srun has started: JOB.0, …; whether there was one, and Slurm answered."""
     try:
-        ask(*command)
-    except EnvironmentFault as fault:  # the step has just ended, or Slurm does not answer: the next look decides
+        shown = ask("squeue", "--noheader", "--steps", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%i")
+        steps = [step for step in shown.split() if step.rpartition(".")[2].isdecimal()]
+        for step in steps:
+            ask("scancel", f"--signal={name}", step)
+    except EnvironmentFault as fault:  # a step that has just ended, or Slurm is busy: the next look decides
         print(f"note: {fault.line()}", file=sys.stderr)
+        return False
+    return bool(steps)
 
 
 def _notes(logs: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in logs.glob("rank-*.end")]
 
 
-def _end(rank: int, logs: Path, killed: bool) -> RankEnd:
+def _end(rank: int, logs: Path, killed: bool, stopped_by: int) -> RankEnd:
     error, log = read_error(logs / f"rank-{rank}.json"), logs / f"rank-{rank}.log"
     try:
         noted = json.loads((logs / f"rank-{rank}.end").read_text())
@@ -104,6 +103,8 @@ def _end(rank: int, logs: Path, killed: bool) -> RankEnd:
     if killed:
         code, at = (error["exit_code"], error["time"]) if error else (-signal.SIGKILL, time.time())
         return RankEnd(rank, code, error, log, killed=True, at=at)
+    if stopped_by:  # its task did not listen yet
+        return RankEnd(rank, -stopped_by, error, log, at=time.time())
     # Its host has gone, or could not start it: srun knows more.
     lines = [line for line in (logs / "srun.log").read_text(errors="replace").splitlines() if line.startswith("srun: error:")]
     what = lines[0].removeprefix("srun: error: ") if lines else "it left no note of its end"
@@ -125,11 +126,21 @@ def run(plan: Plan, plan_path: Path, resume: str | None, on_oom: OnOutOfMemory, 
         resume = newest_or(resume, run_dir)
     with Lease(run_dir):
         code = launch(plan, plan_path, resume, lambda event: None, worker=worker, on_oom=on_oom, ranks=ranks)
-    if code == 75 and ranks.signal == signal.SIGUSR1 and options.requeue:
-        if furthest_step(run_dir) > max(before, 0):
-            ask("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
-            print("the time of this job is up: it is back in the queue, and will go on from there", file=sys.stderr)
-            return code
-        print("error: not one step was done within the time limit: it is not requeued — set a longer launch.time", file=sys.stderr)
+    if code == 75 and ranks.signal == signal.SIGUSR1 and options.requeue and _requeued(furthest_step(run_dir) > max(before, 0)):
+        return code
     note_end(run_dir, code)
     return code
+
+
+def _requeued(progressed: bool) -> bool:
+    """Have Slurm take this job back into its queue, and end it here; whether it does."""
+    if not progressed:
+        print("error: not one step was done within the time limit: it is not requeued — set a longer launch.time", file=sys.stderr)
+        return False
+    try:
+        ask("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+    except EnvironmentFault as fault:
+        print(f"error: it is not requeued: {fault.line()} — go on with --resume", file=sys.stderr)
+        return False
+    print("the time of this job is up: it is back in the queue, and will go on from there", file=sys.stderr)
+    return True

@@ -87,6 +87,17 @@ def state_of(job: str) -> tuple[str, str]:
     return state, why
 
 
+def queued_job(run_dir: Path) -> str | None:
+    """The job of a run, where it waits or runs; one that has ended with 75 may have been requeued. None where this host has no Slurm."""
+    job = job_of(run_dir)
+    if job is None or end_of(run_dir) not in (None, 75):
+        return None
+    try:
+        return job if state_of(job)[0] in THERE else None
+    except EnvironmentFault:
+        return None
+
+
 def require_no_job(run_dir: Path) -> None:
     """Raises EnvironmentFault where the job of a run is in the queue."""
     job = job_of(run_dir)

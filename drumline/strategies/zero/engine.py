@@ -27,6 +27,7 @@ from deepspeed.utils import (
 )
 from torch import nn
 
+from drumline.core.heartbeat import beat
 from drumline.core.mesh import share
 from drumline.core.plan import Plan
 from drumline.core.redact import reveal
@@ -146,7 +147,9 @@ class DeepSpeedEngine(ForwardEngine):
         outs = []
         for index, batch in enumerate(micro_batches):
             with self.micro_batch(last=index == len(micro_batches) - 1):
+                beat("forward")
                 loss_sum, sums = self.engine(batch, objective)
+                beat("backward")
                 self.backward(loss_sum, denominator)
             outs.append({"loss": loss_sum.detach(), **sums})
         return added(outs)

@@ -1,0 +1,190 @@
+"""What a rank is doing, for a watcher in another process: its phase, step and a clock, in a few bytes of shared memory.
+
+A beat is four stores and no system call. The watcher learns from them how long each phase takes, so it notices a rank that hangs in C,
+is stopped, or waits for a disk: nothing of the rank has to run for that. The standard library alone.
+
+The files lie in memory (/dev/shm), not in the run folder: a disk that stalls must not stop the rank that reports it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import mmap
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+# A pipeline mixes forward and backward: all of it is `forward` there. `report`: events, trackers and callbacks. `done`: nothing is left
+# that others wait for.
+PHASES = (
+    "startup", "data", "forward", "backward", "collective", "optimizer", "save", "eval", "rollout", "compile", "report", "done",
+)  # fmt: skip
+LIMITS = ("hang", "startup", "save", "eval", "rollout")  # seconds, of `health`
+VARIABLE = "DRUMLINE_HEARTBEAT"  # folder:place of a rank among those of its host
+DUMP = signal.SIGUSR2
+LOOK_SECONDS = 0.25  # between two looks for a question of the watcher
+FIRST_STEPS = 2  # of a process: caches are cold, kernels are compiled, allocators grow
+# Words of 8 bytes. A store of one is never torn.
+PID, COUNT, SINCE, PHASE, STEP, POSITION, FREE, REQUEST, REPLY = range(9)
+LIMIT, LEARNED = 9, 9 + len(LIMITS)  # seconds: those of `health`, and the longest of each phase so far
+SLOT = LEARNED + len(PHASES)
+NUMBER = {phase: number for number, phase in enumerate(PHASES)}
+
+
+class Board:
+    """The words of some ranks, in a folder of shared memory. `ints` and `floats` are two views of the same bytes."""
+
+    def __init__(self, folder: Path, ranks: int, create: bool = False) -> None:
+        """Raises OSError where there is no room."""
+        self.folder = folder
+        handle = os.open(folder / "board", os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
+        try:
+            if create:
+                os.ftruncate(handle, ranks * SLOT * 8)
+                if hasattr(os, "posix_fallocate"):  # a page that there is no room for would be a SIGBUS later
+                    os.posix_fallocate(handle, 0, ranks * SLOT * 8)
+            self.bytes_ = mmap.mmap(handle, os.fstat(handle).st_size)
+        finally:
+            os.close(handle)
+        self.ints, self.floats = memoryview(self.bytes_).cast("q"), memoryview(self.bytes_).cast("d")
+
+    def file(self, kind: str, place: int) -> Path:
+        """Where a rank's `stacks` go, and its `answer`."""
+        return self.folder / f"{kind}-{place}"
+
+
+def new_board(ranks: int) -> Board | None:
+    """In memory if there is room, else among temporary files; None where neither can be had."""
+    for parent in ("/dev/shm", tempfile.gettempdir()):
+        with suppress(OSError):
+            folder = Path(tempfile.mkdtemp(prefix="drumline-", dir=parent))
+            try:
+                board = Board(folder, ranks, create=True)
+                for place in range(ranks):
+                    for kind in ("stacks", "answer"):
+                        board.file(kind, place).touch(0o600)
+                return board
+            except OSError:
+                shutil.rmtree(folder, ignore_errors=True)
+    return None
+
+
+class Heart:
+    """A rank's own words on the board."""
+
+    def __init__(self, board: Board, place: int, limits: Mapping[str, float]) -> None:
+        self.board, self.place, self.at = board, place, place * SLOT
+        self.ints, self.floats = board.ints, board.floats
+        self.steps = 0
+        self.before = "startup"  # the phase that a compilation came into
+        self.answers: dict[str, Callable[[], Any]] = {}
+        # Both before the watcher sees this rank, and removes the folder.
+        self.stacks = board.file("stacks", place).open("ab", buffering=0)
+        self.answer = board.file("answer", place).open("wb", buffering=0)
+        for number, name in enumerate(LIMITS):
+            self.floats[self.at + LIMIT + number] = limits[name]
+        self.ints[self.at + STEP], self.ints[self.at + FREE] = -1, 1
+        self.floats[self.at + SINCE] = time.monotonic()
+        # In C, on any thread, whatever Python is doing.
+        faulthandler.register(DUMP, self.stacks, all_threads=True, chain=False)
+        threading.Thread(target=self._answer, daemon=True, name="drumline-answers").start()
+        self.ints[self.at + PID] = os.getpid()  # from now on it is watched
+
+    def beat(self, phase: str) -> None:
+        ints, floats, at, now = self.ints, self.floats, self.at, time.monotonic()
+        was = at + LEARNED + ints[at + PHASE]
+        if not ints[at + FREE] and (spent := now - floats[at + SINCE]) > floats[was]:
+            floats[was] = spent
+        floats[at + SINCE] = now
+        ints[at + PHASE] = NUMBER[phase]
+        ints[at + COUNT] += 1
+
+    def alive(self) -> None:
+        self.floats[self.at + SINCE] = time.monotonic()
+        self.ints[self.at + COUNT] += 1
+
+    def step(self, step: int, position: int, free: bool) -> None:
+        self.steps += 1
+        self.ints[self.at + FREE] = int(free or self.steps <= FIRST_STEPS)
+        self.ints[self.at + STEP], self.ints[self.at + POSITION] = step, position
+
+    def compiling(self, begins: bool) -> None:
+        phase = PHASES[self.ints[self.at + PHASE]]
+        if begins:
+            self.before = phase
+        self.beat("compile" if begins else self.before)
+
+    def _answer(self) -> None:
+        """Write what the watcher asks for: in a thread, since the others wait."""
+        while True:
+            time.sleep(LOOK_SECONDS)
+            if (request := self.ints[self.at + REQUEST]) == self.ints[self.at + REPLY]:
+                continue
+            found = {}
+            for name, answer in self.answers.items():
+                try:
+                    found[name] = answer()
+                except Exception as error:  # noqa: BLE001 - a report of a hang must not fail for a part of it
+                    found[name] = f"{type(error).__name__}: {error}"
+            with suppress(OSError):  # no room in memory: the watcher goes on without
+                os.pwrite(self.answer.fileno(), json.dumps(found).encode() + b"\n", 0)
+            self.ints[self.at + REPLY] = request
+
+
+_heart: Heart | None = None
+
+
+def register(limits: Mapping[str, float]) -> Heart | None:
+    """Begin to be watched, where the launcher watches: `limits` as `health` has them, by LIMITS. None where nobody does."""
+    global _heart
+    folder, _, place = os.environ.get(VARIABLE, "").rpartition(":")
+    if _heart is None and folder:
+        try:
+            _heart = Heart(Board(Path(folder), 0), int(place), limits)
+        except OSError:
+            return None  # the launcher is of another container, or has gone
+    return _heart
+
+
+def beat(phase: str) -> None:
+    """This rank begins `phase` now."""
+    if _heart is not None:
+        _heart.beat(phase)
+
+
+def alive() -> None:
+    """The phase goes on: a part of it is done."""
+    if _heart is not None:
+        _heart.alive()
+
+
+def step(number: int, position: int, free: bool = False) -> None:
+    """Optimizer step `number` (steps done before it) begins, with the samples from `position` on. `free`: it takes longer than others, and
+    nothing is learned from it."""
+    if _heart is not None:
+        _heart.step(number, position, free)
+
+
+def compiling(begins: bool) -> None:
+    """A compilation begins, or has ended."""
+    if _heart is not None:
+        _heart.compiling(begins)
+
+
+def answer(name: str, find: Callable[[], Any]) -> None:
+    """`find` (JSON values) is called, in another thread, when this rank hangs."""
+    if _heart is not None:
+        _heart.answers[name] = find
+
+
+def position() -> int:
+    """Where the samples of the step begin that is under way."""
+    return 0 if _heart is None else _heart.ints[_heart.at + POSITION]

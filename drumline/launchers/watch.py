@@ -1,0 +1,196 @@
+"""Watches the heartbeats of one host's ranks: whether they hang, and then what each of them is doing. Nothing of a rank has to run."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from drumline.core import heartbeat as beats
+from drumline.launchers.hangs import Hang, Seen, name_hang
+
+TIMES = 3.0  # a phase may take this many times the longest so far
+MOST_LOOK = 0.5  # seconds that count between two looks: where this process did not run for longer, ranks may not have run either
+ELSEWHERE_SECONDS = 5.0  # for other hosts to name one of theirs first
+ANSWER_SECONDS = 3.0  # for stacks and collectives
+OWN_KEY = {"startup": "startup", "compile": "startup", "save": "save", "report": "save", "eval": "eval", "rollout": "rollout"}
+
+
+@dataclass
+class _Pulse:
+    """What the watcher knows of a rank: its last beat, for how long it has looked at it in vain (seconds), and for how many seconds the
+    rank had waited for a core then."""
+
+    count: int = -1
+    waited: float = 0.0
+    starved: float = 0.0
+
+
+class Watch:
+    """`ranks`: how many of this host; the first of them is rank `first` of `world_size`."""
+
+    def __init__(self, ranks: int, first: int = 0, world_size: int | None = None) -> None:
+        self.first, self.world_size = first, world_size or ranks
+        self.board = beats.new_board(ranks)
+        self.pulses = [_Pulse() for _ in range(ranks)]
+        self.files: dict[tuple[str, int], IO[bytes]] = {}
+        if self.board is not None:
+            self.files = {(kind, place): self.board.file(kind, place).open("rb") for kind in ("stacks", "answer") for place in range(ranks)}
+        self.began = self.looked = time.monotonic()
+
+    def variable(self, place: int) -> dict[str, str]:
+        """What a rank needs in its environment."""
+        return {} if self.board is None else {beats.VARIABLE: f"{self.board.folder}:{place}"}
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+        if self.board is not None:
+            shutil.rmtree(self.board.folder, ignore_errors=True)
+
+    def look(self, running: Mapping[int, int]) -> Hang | None:
+        """The hang of these ranks (rank → process id), if they hang. A rank that a debugger holds is not counted, nor the others then."""
+        now = time.monotonic()
+        spent, self.looked = min(now - self.looked, MOST_LOOK), now
+        if self.board is None or not running:
+            return None
+        beating = {rank: rank - self.first for rank in running if self._int(rank - self.first, beats.PID)}
+        if len(beating) == len(self.pulses):
+            # All have the files open: nothing is left behind, however this process ends.
+            shutil.rmtree(self.board.folder, ignore_errors=True)
+        for rank, place in beating.items():
+            pulse, count = self.pulses[place], self._int(place, beats.COUNT)
+            if count == pulse.count:
+                pulse.waited += spent
+            else:
+                pulse.count, pulse.waited, pulse.starved = count, 0.0, starved(running[rank])
+        if not beating:
+            return None
+        # Those that are furthest behind hold up the others, who may wait for longer than they ever did.
+        at_work = {rank: place for rank, place in beating.items() if beats.PHASES[self._int(place, beats.PHASE)] != "done"}
+        last = min((self._int(place, beats.STEP) for place in at_work.values()), default=0)
+        late = [self._late(place, running[rank]) for rank, place in at_work.items() if self._int(place, beats.STEP) == last]
+        if min(late, default=0.0) <= 0:
+            return None
+        if any(state_of(running[rank])[0] == "t" for rank in beating):
+            return None
+        hang = name_hang(self._seen(beating, running), len(self.pulses) < self.world_size)
+        if hang.culprit is None and min(late) < ELSEWHERE_SECONDS and len(self.pulses) < self.world_size:
+            return None
+        return hang
+
+    def _late(self, place: int, pid: int) -> float:
+        """Seconds beyond the limit. On a host with too much to do, those that the rank waited for a core are not its own."""
+        pulse = self.pulses[place]
+        late = pulse.waited - self._limit(place)
+        return late if late <= 0 else late - (starved(pid) - pulse.starved)
+
+    def _int(self, place: int, word: int) -> int:
+        assert self.board is not None
+        return self.board.ints[place * beats.SLOT + word]
+
+    def _float(self, place: int, word: int) -> float:
+        assert self.board is not None
+        return self.board.floats[place * beats.SLOT + word]
+
+    def _limit(self, place: int) -> float:
+        """Seconds that the phase of a rank may take."""
+        phase = beats.PHASES[self._int(place, beats.PHASE)]
+        key = OWN_KEY.get(phase)
+        learned = max(self._float(other, beats.LEARNED + beats.PHASES.index(phase)) for other in range(len(self.pulses)))
+        if key is None and (self._int(place, beats.FREE) or not learned):
+            key = "startup"
+        if key is not None:
+            return self._float(place, beats.LIMIT + beats.LIMITS.index(key))
+        return max(self._float(place, beats.LIMIT + beats.LIMITS.index("hang")), TIMES * learned)
+
+    def _seen(self, beating: Mapping[int, int], running: Mapping[int, int]) -> list[Seen]:
+        """Ask every rank for its stacks and its collectives, and do not wait long."""
+        states = {rank: state_of(running[rank]) for rank in beating}
+        # Before the signal, which may wake up a rank.
+        seen = {rank: self._one(rank, place) for rank, place in beating.items()}
+        offsets = {place: self.files["stacks", place].seek(0, os.SEEK_END) for place in beating.values()}
+        for rank, place in beating.items():
+            assert self.board is not None
+            self.board.ints[place * beats.SLOT + beats.REQUEST] += 1
+            if states[rank][0] != "T":
+                _signal(running[rank])
+        until = time.monotonic() + ANSWER_SECONDS
+        waiting = [place for rank, place in beating.items() if states[rank][0] != "T"]
+        while time.monotonic() < until and any(self._int(place, beats.REPLY) < self._int(place, beats.REQUEST) for place in waiting):
+            time.sleep(0.05)
+        for rank in beating:  # reading a disk for a moment is no standstill
+            states[rank] = states[rank] if states[rank][0] != "D" else state_of(running[rank])
+        limit, waited = max(each.limit for each in seen.values()), time.monotonic() - self.began
+        late = [Seen(rank, "startup", -1, waited, limit, begun=False) for rank in running if rank not in beating]
+        return late + [self._answered(seen[rank], place, states[rank], offsets[place]) for rank, place in beating.items()]
+
+    def _one(self, rank: int, place: int) -> Seen:
+        return Seen(
+            rank=rank,
+            phase=beats.PHASES[self._int(place, beats.PHASE)],
+            step=self._int(place, beats.STEP),
+            seconds=time.monotonic() - self._float(place, beats.SINCE),
+            limit=self._limit(place),
+            position=self._int(place, beats.POSITION),
+        )
+
+    def _answered(self, seen: Seen, place: int, state: tuple[str, str], offset: int) -> Seen:
+        self.files["stacks", place].seek(offset)
+        stacks = self.files["stacks", place].read().decode(errors="replace")
+        answer: dict[str, Any] = {}
+        if self._int(place, beats.REPLY) == self._int(place, beats.REQUEST):
+            self.files["answer", place].seek(0)
+            with suppress(ValueError):
+                answer = json.loads(self.files["answer", place].readline())
+        found = {name: answer[name] for name in ("collectives", "samples") if isinstance(answer.get(name), list)}
+        return replace(seen, state=state[0], sleeps_in=state[1], stacks=stacks, **found)
+
+
+def state_of(pid: int) -> tuple[str, str]:
+    """The state of a process's main thread (proc(5): R, S, D, T, t, Z; empty where it cannot be read), but D where any of its threads is in
+    it; and the kernel's function that this one sleeps in."""
+    states = _threads(pid)
+    main = states.get(pid, "")
+    asleep = next((thread for thread, state in states.items() if state == "D"), None)
+    if asleep is None or main in "Tt":
+        return main, ""
+    where = ""
+    with suppress(OSError):
+        where = Path(f"/proc/{pid}/task/{asleep}/wchan").read_text().strip("0 \n")
+    return "D", where
+
+
+def starved(pid: int) -> float:
+    """Seconds that the main thread of a process was ready and had no core (proc(5): schedstat); 0 where that is not known."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
+def _threads(pid: int) -> dict[int, str]:
+    """Thread → state."""
+    states = {}
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                states[int(task.name)] = (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    return states
+
+
+def _signal(pid: int) -> None:
+    """Have a process write its stacks: by a thread that can, since one that sleeps in the kernel takes no signal."""
+    able = [thread for thread, state in sorted(_threads(pid).items()) if state in "RS"]
+    with suppress(ProcessLookupError):
+        if able and sys.platform == "linux":
+            ctypes.CDLL(None).tgkill(pid, able[0], int(beats.DUMP))
+        else:
+            os.kill(pid, beats.DUMP)

@@ -1,0 +1,54 @@
+"""Events of what is watched while a run goes on: hangs, slow ranks, losses that jump, weights that differ."""
+
+from __future__ import annotations
+
+from drumline.telemetry.events import Event, Number
+
+
+class Spike(Event, kind="spike"):
+    """A loss far above those before it."""
+
+    step: int
+    policy: str  # note, skip (its update was not made) or rollback (it is passed over after going back)
+    loss: Number
+    mean: float  # of the losses before
+    deviation: float  # their standard deviation
+    limit: float  # a larger loss is a spike
+    sample_ids: list[int]  # of its global batch
+
+
+class Straggler(Event, kind="straggler"):
+    """A rank holds up the others, by the medians of the last 20 steps."""
+
+    step: int
+    rank: int
+    host: str
+    device: str
+    seconds: float  # of a step: its own work, and waiting for its data, without waiting for other ranks
+    median: float  # seconds of the median rank
+    lost_tokens_per_s: float  # what the run would gain if it were as fast as the others
+
+
+class WeightsDiffer(Event, kind="weights_differ"):
+    step: int  # done before they were compared
+    ranks: list[int]  # that differ from most; all where there is no majority
+    agreed: int | None  # the last step after which they were the same; null where it was not compared before
+
+
+class Hang(Event, kind="hang"):
+    """Ranks that did not move on; a `fault` follows. Written by the launcher."""
+
+    attempt: int  # count of starts before this one
+    step: int  # the last one done; -1 before the first
+    rank: int  # to blame; the first of `ranks`
+    ranks: list[int]
+    host: str | None = None  # of that rank, where there are several
+    phase: str  # in which it stands: startup, data, forward, backward, collective, optimizer, save, eval, rollout, compile or report
+    seconds: float  # that it has stood there
+    limit: float  # seconds that this phase may take
+    why: str  # in words
+    waits: list[str]  # a line for each rank that waits: in what
+    collective: str | None  # that they wait in: operation, types and shapes, number, group, line of code
+    position: int  # where the samples of its step begin in the order of the run
+    sample_ids: list[int] | None  # of that step, where a rank could still give them
+    stack: list[str]  # the culprit's, innermost first; empty where it could not be had

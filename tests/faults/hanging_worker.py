@@ -1,0 +1,121 @@
+"""A rank without a model that is watched as a real one is, and stands still in one of many ways.
+
+`behave` in the run folder is JSON: {"steps": N, "how": ..., "rank": R, "at": STEP}. In the first attempt the rank R does `how` at the step:
+nothing      goes on (the test does something to it)
+data         its stream's thread loops for ever
+reward       a function that it calls waits for a lock that nobody gives back
+skip         leaves a collective out, and goes on
+shape        begins one with another shape
+save         writes to a disk, which the test has frozen
+lock         holds Python's lock in C for ever
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from drumline.core import heartbeat
+from drumline.core.plan import Plan
+from drumline.dist.start import start, stop
+from drumline.telemetry.events import Eval, EventLog
+from drumline.train.entry import watch
+from drumline.train.failure import note, recording
+
+STEP_SECONDS = 0.02
+
+
+def endless(step: int) -> int:
+    while True:
+        step += 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--resume")
+    plan = Plan.load(parser.parse_args().plan)
+    run = Path(plan.run_dir)
+    with recording():
+        watch(plan)
+        ranks = start("cpu", "gloo", 120)
+        heartbeat.answer("samples", lambda: [heartbeat.position(), heartbeat.position() + 1])
+        (run / f"pid-{ranks.rank}").write_text(str(os.getpid()))
+        try:
+            walk(run, ranks.rank)
+        except BaseException as error:
+            note(error)
+            raise
+        finally:
+            stop()
+
+
+def walk(run: Path, rank: int) -> None:
+    behave: dict[str, Any] = json.loads((run / "behave").read_text())
+    first = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.name == "attempt-0"
+    log = EventLog(run / "events.jsonl") if rank == 0 else None
+    loader = ThreadPoolExecutor(1, "loader")
+    for step in range(behave["steps"]):
+        how = behave["how"] if first and rank == behave["rank"] and step == behave["at"] else "nothing"
+        heartbeat.step(step, 2 * step)
+        heartbeat.beat("data")
+        loader.submit(endless if how == "data" else abs, step).result()
+        if how == "reward":
+            heartbeat.beat("rollout")
+            reward()
+        heartbeat.beat("forward")
+        if how == "lock":
+            re.match("(a+)+$", "a" * 60 + "b")
+        time.sleep(STEP_SECONDS)
+        heartbeat.beat("backward")
+        average(how)
+        heartbeat.beat("collective")
+        dist.all_reduce(torch.ones(3))
+        if how == "save":
+            heartbeat.beat("save")
+            save(Path(behave["disk"]))
+        heartbeat.beat("report")
+        if log:
+            log.emit(Eval(step=step + 1, samples=1, seconds=0.0))
+    if log:
+        (run / "finished").touch()
+    heartbeat.beat("save")
+    while not (run / "finished").exists():
+        time.sleep(0.1)
+    heartbeat.beat("done")
+
+
+def average(how: str) -> None:
+    """Gradients of three weights."""
+    dist.all_reduce(torch.ones(7 if how == "shape" else 3))
+    if how != "skip":
+        dist.all_reduce(torch.ones(3))
+    dist.all_reduce(torch.ones(3))
+
+
+def reward() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def save(disk: Path) -> None:
+    (disk / "wait").touch()
+    while not (disk.parent / "frozen").exists():
+        heartbeat.alive()
+        time.sleep(0.05)
+    (disk / "checkpoint").write_bytes(b"0" * 2**20)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Losses that jump, weights that differ, and collectives that do not belong together."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from drumline.core.config import Config, HealthConfig
+from drumline.core.copies import same_weights
+from drumline.core.mesh import Mesh
+from drumline.core.registry import make
+from drumline.core.rule import Case
+from drumline.core.rules import check_rules
+from drumline.core.strategy import StrategySpec
+from drumline.data.batches import TokenBatch
+from drumline.data.stream import GlobalBatch
+from drumline.errors import PlanError, TrainingStopped
+from drumline.report.progress import Progress
+from drumline.telemetry.watched import Spike, Straggler, WeightsDiffer
+from drumline.train.build import Start
+from drumline.train.health import Spikes, checksum, odd_ones
+from drumline.train.loop import Loop
+from tests.fake_engine import FakeEngine
+from tests.unit.test_loop import batch, loop, of
+
+POISON, STEPS = 30, 40  # batches
+GRPO = {"kind": "grpo", "rewards": [{"kind": "length", "free": 4, "limit": 8}]}
+
+
+def poisoned(step: int, poison: int = 40) -> GlobalBatch:
+    """As the loop's tests have them, but one whose targets are far from all others."""
+    usual = batch(step)
+    if step != POISON:
+        return usual
+    targets = torch.tensor([[poison, -100]])
+    return replace(usual, micro_batches=[TokenBatch(torch.zeros_like(targets), targets, torch.arange(2)[None], 1)] * 2)
+
+
+def run(folder: Path, policy: str, **sections: Any) -> tuple[Loop, FakeEngine, list[dict[str, Any]]]:
+    engine = FakeEngine()
+    health = {"on_spike": policy, "spike_window": 20, **sections.pop("health", {})}
+    built, said = loop(folder, engine, range(0), held_out=False, schedule="constant", health=health, **sections)
+    built.stream = (poisoned(step) for step in range(STEPS))
+
+    def rewind() -> Any:
+        vars(built.state).update(vars(Start.find(built.plan, "newest").restore(engine, built.emit, 0.0)))
+        return (poisoned(step) for step in range(built.state.position // 2, STEPS))
+
+    built.rewind = rewind
+    built.run()
+    return built, engine, said
+
+
+def trained(steps: int) -> float:
+    """The weight after so many steps on what is not poisoned."""
+    return 2 - 2 * 0.9**steps
+
+
+@pytest.mark.parametrize("policy", ["none", "note"])
+def test_watching_changes_no_number(tmp_path: Path, policy: str) -> None:
+    """Also under the policy that only notes."""
+    _, engine, said = run(tmp_path, policy)
+    plain = FakeEngine()
+    built, expected = loop(tmp_path / "plain", plain, range(0), held_out=False, schedule="constant")
+    built.stream = (poisoned(step) for step in range(STEPS))
+    built.run()
+    assert float(engine.weight) == float(plain.weight)
+    assert [e["loss"] for e in of(said, "step")] == [e["loss"] for e in of(expected, "step")]
+    assert len(of(said, "spike")) == (policy == "note")
+
+
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_a_spike_is_skipped_and_its_samples_are_named(tmp_path: Path, log_every: int) -> None:
+    built, engine, said = run(tmp_path, "skip", run={"log_every": log_every})
+    (spike,) = of(said, "spike")
+    assert (spike["step"], spike["policy"], spike["sample_ids"]) == (POISON + 1, "skip", [2 * POISON, 2 * POISON + 1])
+    assert spike["loss"] > spike["limit"] > spike["mean"]
+    assert float(engine.weight) == pytest.approx(trained(STEPS - 1)) and engine.skipped == 1
+    assert built.state.step == STEPS and built.state.skips == 0
+
+
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_a_spike_goes_back_to_the_checkpoint_and_passes_over_the_batch(tmp_path: Path, log_every: int) -> None:
+    built, engine, said = run(tmp_path, "rollback", checkpoint={"every": 8}, run={"log_every": log_every})
+    (spike,) = of(said, "spike")
+    assert spike["policy"] == "rollback"
+    (restore,) = of(said, "restore")
+    assert restore["step"] == 24
+    assert float(engine.weight) == pytest.approx(trained(STEPS - 1))
+    assert (built.state.step, built.state.position) == (STEPS, 2 * STEPS)
+    if log_every == 1:
+        assert [e["step"] for e in of(said, "step")] == [*range(1, POISON + 2), *range(25, STEPS + 1)]
+    assert built.goodput.seconds["recompute"] > 0
+
+
+def test_without_a_checkpoint_the_spike_is_skipped(tmp_path: Path) -> None:
+    _, engine, said = run(tmp_path, "rollback")
+    assert [e["policy"] for e in of(said, "spike")] == ["skip"] and float(engine.weight) == pytest.approx(trained(STEPS - 1))
+
+
+def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
+    built, said = loop(tmp_path, FakeEngine(), range(0), held_out=False, health={"on_spike": "skip", "spike_window": 20, "max_skips": 3})
+    far = [replace(poisoned(POISON), position=2 * (step + 1), sample_ids=np.array([step])) for step in range(25, 35)]
+    built.stream = iter([*(batch(step) for step in range(25)), *far])
+    with pytest.raises(TrainingStopped, match="4 of such"):
+        built.run()
+    assert len(of(said, "spike")) == 4
+
+
+def test_a_window_that_is_too_short_says_nothing() -> None:
+    spikes = Spikes(HealthConfig(on_spike="note"), lambda event: None)
+    spikes.losses.extend([1.0] * 19)
+    assert spikes.limit() is None
+    spikes.losses.append(1.0)
+    assert spikes.limit() == pytest.approx(1.06), "a loss that does not move has a deviation of one percent"
+    assert Spikes(HealthConfig(), lambda event: None).limit() is None
+
+
+# --------------------------------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_any_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
+    engine = FakeEngine()
+    engine.model = torch.nn.Linear(5, 3).to(dtype)  # type: ignore[attr-defined]
+    before = checksum(engine)  # type: ignore[arg-type]
+    weight = engine.model.weight.detach()  # type: ignore[attr-defined]
+    bits = weight.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.itemsize])
+    for bit in range(8 * weight.itemsize - 1):
+        bits[1, 2] ^= 1 << bit
+        assert checksum(engine) != before  # type: ignore[arg-type]
+        bits[1, 2] ^= 1 << bit
+    assert checksum(engine) == before  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("sums", "ranks"), [({0: 1, 1: 1, 2: 5}, [2]), ({0: 1, 1: 5}, [0, 1]), ({0: 1, 1: 1}, []), ({3: 9}, [])])
+def test_the_majority_is_right(sums: dict[int, int], ranks: list[int]) -> None:
+    assert odd_ones(sums) == ranks
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "sets"),
+    [
+        ("ddp", Mesh(replicate=3), [[0, 1, 2]]),
+        ("ddp", Mesh(replicate=2, tp=2), [[0, 2], [1, 3]]),
+        ("fsdp2", Mesh(shard=2), [[0], [1]]),
+        ("fsdp2", Mesh(replicate=2, shard=2), [[0, 2], [1, 3]]),
+        ("zero2", Mesh(shard=2), [[0, 1]]),
+        ("zero3", Mesh(shard=2), [[0], [1]]),
+        ("local_sgd", Mesh(replicate=2), [[0], [1]]),
+    ],
+)
+def test_which_ranks_hold_the_same_weights(kind: str, mesh: Mesh, sets: list[list[int]]) -> None:
+    assert same_weights(make(StrategySpec, kind), mesh) == sets
+
+
+@pytest.mark.parametrize(
+    ("sections", "mesh", "words"),
+    [
+        ({"strategy": "fsdp2", "health": {"check_weights_every": 5}}, Mesh(shard=2), "no rank holds the weights of another"),
+        ({"strategy": "local_sgd", "health": {"check_weights_every": 5}}, Mesh(replicate=2), "weights of its own between two exchanges"),
+        ({"algorithm": GRPO, "health": {"on_spike": "rollback"}}, Mesh(), "a rollout depends on the weights"),
+        ({"strategy": "ddp", "health": {"check_weights_every": 5, "on_spike": "rollback"}}, Mesh(replicate=2), None),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(sections: dict[str, Any], mesh: Mesh, words: str | None) -> None:
+    values = {"data": {"train": [{"kind": "file", "path": "x"}]}, "strategy": "single", **sections}
+    case = Case(Config.model_validate(values), mesh, "cpu", "fp32", None)
+    if words is None:
+        return check_rules(case)
+    with pytest.raises(PlanError, match=words):
+        check_rules(case)
+
+
+def test_what_is_found_is_one_line_of_the_display() -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out, width=200))
+    progress.on_event(Spike(step=3, policy="skip", loss=9.0, mean=1.0, deviation=0.1, limit=1.6, sample_ids=[7, 8]))
+    progress.on_event(WeightsDiffer(step=8, ranks=[1], agreed=6))
+    progress.on_event(Straggler(step=20, rank=5, host="b", device="cpu", seconds=1.21, median=0.83, lost_tokens_per_s=31204.0))
+    assert out.getvalue().splitlines() == [
+        "step 3: loss 9 jumps above 1.6 (mean before 1) — skip (samples 7, 8)",
+        "step 8: the weights of ranks 1 differ; they agreed after step 6",
+        "rank 5 (cpu of b) holds up the others: 1.21 s a step of its own, the median rank 0.83 s; that costs 31,204 tokens/s",
+    ]
