@@ -162,6 +162,7 @@ class Agent(LocalElasticAgent):
         self.killed: dict[int, bool] = {}  # by this agent: rank → whether it was suspended
         self.elsewhere: set[int] = set()  # exit codes of ranks of other hosts, but 0
         self.hang: Hang | None = None
+        self.paused = 0  # a signal for the ranks of this attempt alone: they save and end, and the launcher goes on
         self._ended: dict[int, float] = {}
         self._raised: dict[int, float] = {}
         self._forwarded = False
@@ -267,17 +268,18 @@ class Agent(LocalElasticAgent):
 
     def _hangs(self) -> bool:
         """The ranks have stood still for longer than they may. Not while they are to end: they have the grace time for that."""
-        if self.hang is None and not self.signals.number:
+        if self.hang is None and not (self.signals.number or self.paused):
             self.hang = self.watch.look({rank: process.pid for rank, process in self._processes().items() if process.poll() is None})
         return self.hang is not None
 
     def _forward(self) -> None:
         """Hand a signal on to the ranks once; they have the grace time from then on, and a second Ctrl-C ends it."""
-        if self.signals.number and not self._forwarded:
+        number = self.signals.number or self.paused
+        if number and not self._forwarded:
             self._forwarded = True
             for process in self._processes().values():
                 if process.poll() is None:
-                    process.send_signal(self.signals.number)
+                    process.send_signal(number)
             self._kill_at = time.monotonic() + self.grace_seconds
         if self.signals.at_once:
             self._kill_at = 0.0

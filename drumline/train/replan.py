@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from drumline.core.config import BatchConfig, Config
 from drumline.core.estimate import Estimate
-from drumline.core.explain import size
+from drumline.core.explain import size, strategy_name
 from drumline.core.out_of_memory import Exhausted, limit, verdict
 from drumline.core.plan import Plan
 from drumline.core.registry import make
 from drumline.core.resolve import resolve
 from drumline.core.strategy import StrategySpec
+from drumline.errors import PlanError
 from drumline.hardware.detect import detect
+from drumline.launchers.local import furthest_step
 from drumline.models import load as models
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
@@ -39,12 +42,16 @@ class Advice:
     predicted: Estimate
 
 
-def question(plan: Plan) -> Question:
-    """What the planner knew when it made a plan, found out again: sizes from the model's config, this machine."""
+def question(plan: Plan, ranks: int | None = None) -> Question:
+    """What the planner knew when it made a plan, found out again: sizes from the model's config, this machine. `ranks`: in the place of
+    the plan's."""
     model = plan.config.model
     policy = Found(models.load_config(plan.model_path, model), model, plan.model_path)
     cluster, _ = cluster_here(
-        plan.config, plan.config.launch.machine(plan.config) or detect(), plan.device, plan.mesh.world_size * plan.devices_per_rank
+        plan.config,
+        plan.config.launch.machine(plan.config) or detect(),
+        plan.device,
+        (ranks or plan.mesh.world_size) * plan.devices_per_rank,
     )
     return assemble(plan.config, policy, plan.roles, plan.data, cluster, processes=True)
 
@@ -96,7 +103,7 @@ def batched(plan: Plan) -> Config:
 
 
 class Replanner:
-    """Answers the launcher when a rank of its run is out of memory."""
+    """Answers the launcher when a rank of its run is out of memory, or hosts came or went."""
 
     def __init__(self, plan: Plan, plan_path: Path) -> None:
         self.plan, self.plan_path, self.left = plan, plan_path, MOST_REPLANS
@@ -122,10 +129,7 @@ class Replanner:
         # The batch stays as it was set: a resumed run is compared with it, and micro-batches do not change its numbers.
         plan = self._resolved(taken)
         self.plan = plan.model_copy(update={"config": plan.config.model_copy(update={"batch": self.batch})})
-        # The plan that is left, under the first free name: plan-0.json, plan-1.json, …
-        kept = next(path for number in count() if not (path := self.plan_path.with_name(f"plan-{number}.json")).exists())
-        shutil.copyfile(self.plan_path, kept)
-        self.plan.save(self.plan_path)
+        kept = self._save()
         event = Replan(
             from_=changed(taken.config, batched(old)),
             to=taken.name,
@@ -136,19 +140,70 @@ class Replanner:
         )
         EventLog(Path(old.run_dir) / "events.jsonl").emit(event)
 
-    def _resolved(self, taken: Candidate) -> Plan:
+    def _save(self) -> Path:
+        """Write plan.json. Returns the file of the plan that is left, under the first free name: plan-0.json, plan-1.json, …"""
+        kept = next(path for number in count() if not (path := self.plan_path.with_name(f"plan-{number}.json")).exists())
+        shutil.copyfile(self.plan_path, kept)
+        self.plan.save(self.plan_path)
+        return kept
+
+    def resize(self, ranks: int) -> bool:
+        """Plan for so many ranks: plan.json is new then. The global batch, the order of samples and the learning rate stay, and so does the
+        strategy where it can. False where there is no such plan."""
         old = self.plan
-        request = question(old)
+        if ranks == old.mesh.world_size:
+            return True
+        plan = self._resized(ranks)
+        if plan is None:
+            return False
+        same = {"lr": old.lr, "warmup_steps": old.warmup_steps, "steps": old.steps}
+        self.plan = plan.model_copy(update={**same, "config": plan.config.model_copy(update={"batch": self.batch})})
+        self.baseline = batched(self.plan)
+        estimates = {"from": old.predicted.estimate, "to": plan.predicted.estimate}
+        event = Replan(
+            from_=f"{old.mesh.world_size} ranks, {strategy_name(old)}",
+            to=f"{ranks} ranks, {strategy_name(plan)}, accumulation {plan.batch.accumulation}",
+            why="hosts came or went",
+            predicted_bytes={name: each.memory.peak for name, each in estimates.items() if each is not None},
+            plan=str(self._save()),
+            step=max(furthest_step(Path(old.run_dir)), 0),
+        )
+        EventLog(Path(old.run_dir) / "events.jsonl").emit(event)
+        return True
+
+    def _resized(self, ranks: int) -> Plan | None:
+        """With the strategy and about the micro-batch that there are, else the best plan of any; None where there is none."""
+        old, config = self.plan, self.plan.config
+        request = None if config.plain else question(old, ranks)
+        for micro in range(old.batch.micro_batch, 0, -1):
+            batch = BatchConfig(global_samples=old.batch.global_samples, micro_batch=micro)
+            with suppress(PlanError):
+                plan = self._resolve(config.model_copy(update={"batch": batch}), ranks, request)
+                if plan.predicted.estimate is None or plan.predicted.estimate.verdict != "no":
+                    return plan
+        if request is None:
+            return None
+        pinned = BatchConfig(global_samples=old.batch.global_samples)
+        free = config.model_copy(update={"strategy": make(StrategySpec, "auto"), "batch": pinned})
+        answer = search(dataclasses.replace(request, config=free))
+        return self._resolve(answer.ranked[0].config, ranks, request) if answer.ranked else None
+
+    def _resolve(self, config: Config, ranks: int, request: Question | None) -> Plan:
+        """The plan of a config, with what it is expected to need where the model's sizes are known. Raises PlanError."""
+        old = self.plan
         plan = resolve(
-            taken.config,
+            config,
             run_dir=old.run_dir,
             machine=old.config.launch.machine(old.config) or detect(),
-            world_size=old.mesh.world_size,
-            facts=request.facts,
+            world_size=ranks,
+            facts=request.facts if request else None,
             model_path=old.model_path,
             data=old.data,
             base_dir=old.base_dir,
             roles=old.roles,
         )
-        plan = predict(plan, request.facts, request.cluster)
+        return predict(plan, request.facts, request.cluster) if request else plan
+
+    def _resolved(self, taken: Candidate) -> Plan:
+        plan = self._resolve(taken.config, self.plan.mesh.world_size, question(self.plan))
         return plan.model_copy(update={"why": [*plan.why, f"out of memory before: {taken.name}"]})

@@ -8,6 +8,7 @@ from drumline.errors import DrumlineError
 from drumline.launchers.local import launch
 from drumline.launchers.ray.spec import RayLauncher
 from drumline.launchers.ssh.spec import SSHLauncher
+from drumline.launchers.ssh.start import counts
 
 if __name__ == "__main__":
     path = Path(sys.argv[1])
@@ -16,7 +17,7 @@ if __name__ == "__main__":
     assert isinstance(options, SSHLauncher | RayLauncher)
     try:
         with options.early(plan.config, path) as hosts:
-            options.prepare(hosts)
+            hosts.counts = counts(options)
             sys.exit(launch(plan, path, None, lambda event: None, worker=sys.argv[2], ranks=hosts))
     except DrumlineError as error:
         print(f"error: {error.line()}", file=sys.stderr)

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.harness import ENV, ROOT
 
 SSHD = "/usr/sbin/sshd"
@@ -90,7 +92,9 @@ def ended(process: subprocess.Popen[str], timeout: float) -> tuple[int, str]:
 
 @contextmanager
 def hosts(folder: Path, names: Sequence[str]) -> Iterator[dict[str, Host]]:
-    """Hosts by these names, removed at the end with all that runs there."""
+    """Hosts by these names, removed at the end with all that runs there. The test is skipped, with the reason, where there can be none."""
+    if reason := missing():
+        pytest.skip(reason)
     folder.mkdir(parents=True, exist_ok=True)
     tag, made = f"{os.getpid() % 10**5:05d}", dict[str, Host]()
     bridge, net = f"dl{tag}", f"10.{66 + os.getpid() % 100}.{os.getpid() // 100 % 250}"

@@ -17,11 +17,10 @@ import pytest
 from drumline.launchers.hosts.link import SILENT_SECONDS
 from tests.faults.live import wait_for
 from tests.harness import ENV, events, losses, same_weights, write_config
-from tests.hosts.namespaces import Host, ended, hosts, missing
+from tests.hosts.namespaces import Host, ended, hosts
 from tests.tiny import tiny_model_dir
 
-REASON = missing()
-pytestmark = [pytest.mark.full, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+pytestmark = pytest.mark.full
 TRAIN = (sys.executable, "-m", "drumline", "train")
 
 
@@ -156,17 +155,26 @@ def other_torch(folder: Path) -> Path:
     info = folder / "fake" / "torch-9.9.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
-    python = folder / "python"
+    python = folder / "other-python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={folder}/fake:$PYTHONPATH exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     return python
+
+
+def test_another_torch_on_a_host_is_one_line(two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    two["b"].run("mount", "--bind", other_torch(tmp_path), python)
+    code, out = ended(two["a"].start(*TRAIN, config(tmp_path, model, ssh, launch={"python": str(python)})), 120)
+    assert code == 2 and out.count("error:") == 1 and "host b has torch 9.9, and this one" in out and "Traceback" not in out, out
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("launch", "line"),
     [
         ({"hosts": ["a:1", "no-such-host.invalid:1"]}, "the host 'no-such-host.invalid' has no address"),
-        ({"python": "PYTHON"}, "host b has torch 9.9, and this one"),
         ({"options": ["-F", "SSH", "-o", "IdentityFile=WRONG"]}, "host b: .*Permission denied"),
         ({"workdir": "/no/such/folder"}, "/no/such/folder"),
         ({"interface": "eth7"}, "this host has no interface 'eth7' with an address"),
@@ -176,7 +184,7 @@ def test_a_mistake_is_one_line(launch: dict[str, Any], line: str, two: dict[str,
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "wrong")], check=True, timeout=60)
     wrong = tmp_path / "ssh_config"
     wrong.write_text(ssh.read_text().replace(f"{ssh.parent}/id", str(tmp_path / "wrong")))
-    places = {"SSH": str(wrong), "IdentityFile=WRONG": "ConnectionAttempts=1", "PYTHON": str(other_torch(tmp_path))}
+    places = {"SSH": str(wrong), "IdentityFile=WRONG": "ConnectionAttempts=1"}
     launch = {
         key: [places.get(v, v) for v in value] if isinstance(value, list) else places.get(value, value) for key, value in launch.items()
     }

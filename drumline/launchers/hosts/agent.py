@@ -97,6 +97,9 @@ class Host:
                 self.confirmed = max(self.confirmed, message["beat"])
             elif message["do"] == "signal":
                 self.signals.note(message["number"])
+            elif message["do"] == "pause":
+                if self.ranks is not None:
+                    self.ranks.paused = signal.SIGUSR1
             elif message["do"] == "elsewhere":
                 self.elsewhere[message["attempt"]].update(message["codes"])
             else:
@@ -118,10 +121,10 @@ class Host:
 
     def _leave(self, why: str) -> None:
         """Kill the ranks and end on the spot, whatever this process is at."""
-        if self.ranks is not None:
-            self.ranks.strike()
+        if (ranks := self.ranks) is not None:
+            ranks.strike()
         with suppress(OSError):
-            print(f"{why}: its ranks were killed", file=sys.stderr, flush=True)
+            print(why + ": its ranks were killed" * (ranks is not None), file=sys.stderr, flush=True)
         os._exit(1)
 
 

@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -80,25 +80,33 @@ class Hosts:
     def gather(self, stopped: Callable[[], int] = lambda: 0, patience: float = 0.0) -> None:
         """Have an agent on each host; one that does not come is tried again for `patience` seconds. Raises EnvironmentFault that names the
         host without one, and Interrupted at a signal."""
+        for name, why in self._call(stopped, patience):
+            raise EnvironmentFault(f"host {name}: {why}", where="launch.hosts")
+
+    def _call(self, stopped: Callable[[], int], patience: float) -> Iterator[tuple[str, str]]:
+        """Start the agents that are missing, and wait for each. Those that do not come, and why."""
         missing = [remote for remote in self.remotes.values() if remote.link is None]
         for remote in missing:
-            remote.facts = {}
-            self.starter.start(remote.name, self._settings(remote.name))
+            self.begin(remote)
         until, again = time.monotonic() + START_SECONDS, time.monotonic() + patience
         for remote in missing:
-            while remote.link is None or not remote.facts:
+            while remote.link is None:
                 if number := stopped():
                     raise Interrupted(number)
                 why = self.starter.ended(remote.name)
                 if why is not None and time.monotonic() < again:
                     time.sleep(AGAIN_SECONDS)
-                    self.starter.start(remote.name, self._settings(remote.name))
-                    continue
-                if why is None and time.monotonic() > until:
-                    why = f"its agent did not come within {START_SECONDS:g} s"
-                if why is not None:
-                    raise EnvironmentFault(f"host {remote.name}: {why}", where="launch.hosts")
-                time.sleep(LOOK_SECONDS)
+                    self.begin(remote)
+                elif why is not None or time.monotonic() > until:
+                    yield remote.name, why or f"its agent did not come within {START_SECONDS:g} s"
+                    break
+                else:
+                    time.sleep(LOOK_SECONDS)
+
+    def begin(self, remote: Remote) -> None:
+        """Start the agent of a host that has none."""
+        remote.facts = {}
+        self.starter.start(remote.name, self._settings(remote.name))
 
     def _settings(self, name: str) -> Message:
         environment = {**handed_on(os.environ), **withheld()}
@@ -148,24 +156,29 @@ class Hosts:
     # ------------------------------------------------------------------------------------------------------------ asking
 
     def ask(self, order: Message, key: str) -> dict[str, Any]:
-        """Host → its answer. Raises EnvironmentFault for a host that gives none."""
-        answers: dict[str, Any] = {}
+        """Host that is there → its answer. Raises EnvironmentFault for a host that gives none."""
+        answers, there = dict[str, Any](), self.there()
         self.send(order)
         until = time.monotonic() + REPLY_SECONDS
-        while len(answers) < len(self.remotes):
+        while len(answers) < len(there):
             remote, message = self.next_message()
             if remote is not None:
-                answers[remote.name] = message.get(key)
+                if key in message:
+                    answers[remote.name] = message[key]
                 continue
-            for name, each in self.remotes.items():
-                if name not in answers and (each.link is None or time.monotonic() > until):
+            for name in there:
+                if name not in answers and ((each := self.remotes[name]).link is None or time.monotonic() > until):
                     raise EnvironmentFault(f"host {name}: {self.why_gone(each) or 'gives no answer'}", where="launch.hosts")
         return answers
 
-    def send(self, order: Message, but: Remote | None = None) -> None:
-        """To all hosts that are there."""
-        for remote in self.remotes.values():
-            if (link := remote.link) is not None and remote is not but:
+    def there(self) -> list[str]:
+        """The hosts that have an agent now."""
+        return [name for name, remote in self.remotes.items() if remote.link is not None]
+
+    def send(self, order: Message, but: Remote | None = None, ranks: bool = False) -> None:
+        """To all hosts that are there. `ranks`: that have ranks."""
+        for name, remote in self.remotes.items():
+            if (link := remote.link) is not None and remote is not but and (name in self.counts or not ranks):
                 link.send(order)
 
     def next_message(self) -> tuple[Remote, Message] | tuple[None, Message]:
@@ -196,6 +209,10 @@ class Hosts:
         self._begun = True
         return ends
 
+    def may_pause(self) -> bool:
+        """Whether the ranks shall save now and end, to go on in another way."""
+        return False
+
     def close(self) -> None:
         """Send the agents away."""
         self.send({"do": "end"})
@@ -225,6 +242,7 @@ class Attempt:
         self.ends = dict[str, list[RankEnd]]()
         self.until = float("inf")  # by when each host must have reported
         self.sent_number, self.sent_hurry = False, False
+        self.paused = False
 
     def run(self, rank: list[str]) -> list[RankEnd]:
         """Raises EnvironmentFault where a host cannot reach the place where ranks meet."""
@@ -236,10 +254,10 @@ class Attempt:
         store = open_store(listen(hosts.port, hosts.address))
         order = {"do": "start", "rank": rank, "world_size": self.world, "port": store.port, "attempt": self.logs.name}
         order |= {"logs": str(self.logs), "grace": hosts.grace}
-        for name, host in hosts.remotes.items():
-            if (link := host.link) is not None:
-                link.send({**order, "nproc": hosts.counts[name], "first": self.first[name]})
-        while len(self.ends) < len(hosts.remotes):
+        for name, count in hosts.counts.items():
+            if (link := hosts.remotes[name].link) is not None:
+                link.send({**order, "nproc": count, "first": self.first[name]})
+        while len(self.ends) < len(hosts.counts):
             self._forward()
             remote, message = hosts.next_message()
             if remote is None:
@@ -257,25 +275,29 @@ class Attempt:
         """The launcher's signals, each once."""
         if self.signals.number and not self.sent_number:
             self.sent_number = True
-            self.hosts.send({"do": "signal", "number": int(self.signals.number)})
+            self.hosts.send({"do": "signal", "number": int(self.signals.number)}, ranks=True)
             self._limit()
         if self.signals.at_once and not self.sent_hurry:
             self.sent_hurry = True
-            self.hosts.send({"do": "signal", "number": int(signal.SIGINT)})
+            self.hosts.send({"do": "signal", "number": int(signal.SIGINT)}, ranks=True)
 
     def _failed(self, remote: Remote, codes: list[int]) -> None:
         """Ranks of a host have failed: those of the other hosts shall not wait for them."""
         if codes:
-            self.hosts.send({"do": "elsewhere", "attempt": self.logs.name, "codes": codes}, but=remote)
+            self.hosts.send({"do": "elsewhere", "attempt": self.logs.name, "codes": codes}, but=remote, ranks=True)
             self._limit()
 
     def _limit(self) -> None:
         self.until = min(self.until, time.monotonic() + self.hosts.grace + END_SECONDS)
 
     def _look(self) -> None:
-        """Give up hosts that are gone, or do not report."""
-        for name, remote in self.hosts.remotes.items():
-            late = time.monotonic() > self.until
+        """Give up hosts that are gone, or do not report; and have the ranks save and end where the hosts want that."""
+        if not (self.paused or self.ends or self.signals.number) and self.hosts.may_pause():
+            self.paused = True
+            self.hosts.send({"do": "pause"}, ranks=True)
+            self._limit()
+        for name in self.hosts.counts:
+            late, remote = time.monotonic() > self.until, self.hosts.remotes[name]
             if name not in self.ends and (remote.link is None or late):
                 why = self.hosts.why_gone(remote) or "its host did not report how its ranks ended"
                 first, count, now = self.first[name], self.hosts.counts[name], time.time()

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from drumline.core.launcher import LauncherSpec, OnOutOfMemory
 from drumline.core.plan import Plan
-from drumline.core.section import PathText
+from drumline.core.section import PathText, Section
 from drumline.hardware.detect import Machine
 
 if TYPE_CHECKING:
@@ -29,6 +29,13 @@ def _host(text: str) -> str:
     return text
 
 
+class NodesConfig(Section):
+    """How many hosts take part: those that are there, while the run lasts."""
+
+    min: int = Field(1, gt=0, le=4096, description="With fewer the run waits a minute, then ends.")
+    max: int | None = Field(None, gt=0, le=4096, description="More stand by; null: all of `hosts`.")
+
+
 class SSHLauncher(LauncherSpec):
     """Hosts that ssh reaches without a password, with the same folders and packages on each."""
 
@@ -36,6 +43,11 @@ class SSHLauncher(LauncherSpec):
     kind: Literal["ssh"] = "ssh"
     hosts: Annotated[tuple[Annotated[str, AfterValidator(_host)], ...], Field(min_length=1, max_length=4096)] = Field(
         description="The hosts, each perhaps with its number of devices: [a, b:8]; without one: nproc, or what the host has."
+    )
+    nodes: NodesConfig | None = Field(
+        None,
+        description="Let hosts come and go: the run goes on with those that are there, with the same global batch and order of samples;"
+        " null: all of `hosts`, always.",
     )
     python: PathText | None = Field(None, description="The interpreter on the hosts; null: the path of this one.")
     workdir: PathText | None = Field(None, description="The folder on the hosts that relative paths begin in; null: the path of this one.")
@@ -49,6 +61,13 @@ class SSHLauncher(LauncherSpec):
             if places.count(place) > 1:
                 raise ValueError(f"{place} stands there twice: write it once, with its number of devices")
         return hosts
+
+    @model_validator(mode="after")
+    def _enough(self) -> SSHLauncher:
+        least, most = (self.nodes.min, self.nodes.max) if self.nodes else (1, None)
+        if not least <= min(most or len(self.hosts), len(self.hosts)):
+            raise ValueError(f"nodes.min is {least}, more than nodes.max or the {len(self.hosts)} of hosts")
+        return self
 
     @property
     def places(self) -> list[str]:
@@ -70,10 +89,9 @@ class SSHLauncher(LauncherSpec):
         return min(machines(self).values(), key=room)
 
     def host_ranks(self) -> tuple[int, ...]:
-        from drumline.launchers.ssh.start import machines
+        from drumline.launchers.ssh.start import counts
 
-        there = machines(self)
-        return tuple(self.count(host, len(there[place].devices)) for host, place in zip(self.hosts, self.places, strict=True))
+        return tuple(counts(self).values())
 
     def processes(self) -> int:
         return sum(self.host_ranks())
@@ -97,16 +115,16 @@ class SSHLauncher(LauncherSpec):
 
         compare(plan, early)
 
-    def prepare(self, hosts: Hosts) -> None:
-        """What an attempt depends on."""
-        hosts.grace, hosts.counts = self.grace_seconds, dict(zip(self.places, self.host_ranks(), strict=True))
-
     def start(
         self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: OnOutOfMemory, early: Hosts
     ) -> int:
+        from drumline.launchers.hosts.elastic import ElasticHosts
         from drumline.launchers.local import launch
+        from drumline.launchers.ssh.start import make_elastic
 
-        self.prepare(early)
+        early.grace = self.grace_seconds
+        if isinstance(early, ElasticHosts):
+            make_elastic(self, plan, early, getattr(on_oom, "resize"))  # noqa: B009 - of who plans anew after memory ran out
         return launch(plan, plan_path, resume, on_event, on_oom=on_oom, ranks=early)
 
 

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,8 +20,10 @@ from drumline.errors import EnvironmentFault
 from drumline.hardware.detect import Machine
 from drumline.launchers import lease
 from drumline.launchers.hosts.coordinator import Hosts
+from drumline.launchers.hosts.elastic import ElasticHosts
 from drumline.launchers.hosts.facts import digest, facts, machine_of, require_same_versions
 from drumline.launchers.hosts.link import Message
+from drumline.telemetry.events import Save, Step
 
 if TYPE_CHECKING:
     from drumline.launchers.ssh.spec import SSHLauncher
@@ -39,7 +41,9 @@ class SSH:
 
     def __init__(self, spec: SSHLauncher, here: set[str]) -> None:
         self.spec, self.here = spec, here
-        self.gathered = False  # what agents say until then is the reason of an error, and said there
+        self.shown: Callable[[str], bool] = lambda name: (
+            False
+        )  # whose agent's words are; before it is there they are the reason of an error
         self._agents: dict[str, Helper] = {}
 
     def start(self, name: str, settings: Message) -> None:
@@ -56,7 +60,7 @@ class SSH:
 
     def _show(self, name: str, line: str) -> None:
         """What an agent or its ssh says, with the host's name."""
-        if self.gathered:
+        if self.shown(name):
             print(f"{name}: {redact(line)}", file=sys.stderr)
 
     def ended(self, name: str) -> str | None:
@@ -90,12 +94,16 @@ def gathered(spec: SSHLauncher) -> Hosts:
         here = {place for place, each in found.items() if each and is_here(each[0])}
         address = _own_address(spec, peers)
         ssh = SSH(spec, here)
-        hosts = Hosts(spec.places, ssh, address, spec.port, spec.interface, peers)
+        given = (spec.places, ssh, address, spec.port, spec.interface, peers)
+        if spec.nodes is None:
+            hosts = Hosts(*given)
+        else:
+            hosts = ElasticHosts(*given, least=spec.nodes.min, most=spec.nodes.max or len(spec.places))
         _gathered[spec] = hosts
+        ssh.shown = lambda name: hosts.remotes[name].link is not None
         try:
             hosts.gather()
-            require_same_versions(facts(), {name: remote.facts for name, remote in hosts.remotes.items()})
-            ssh.gathered = True
+            require_same_versions(facts(), {name: hosts.remotes[name].facts for name in hosts.there()})
         except BaseException:
             leave(spec)
             raise
@@ -110,8 +118,36 @@ def leave(spec: SSHLauncher) -> None:
 
 
 def machines(spec: SSHLauncher) -> Mapping[str, Machine]:
-    """Host → what it has."""
-    return {name: machine_of(remote.facts) for name, remote in gathered(spec).remotes.items()}
+    """Host that is there → what it has."""
+    hosts = gathered(spec)
+    return {name: machine_of(hosts.remotes[name].facts) for name in hosts.there()}
+
+
+def counts(spec: SSHLauncher) -> dict[str, int]:
+    """Host that takes part → its ranks."""
+    hosts, there = gathered(spec), machines(spec)
+    if not hosts.counts:
+        found = {
+            place: spec.count(host, len(there[place].devices))
+            for host, place in zip(spec.hosts, spec.places, strict=True)
+            if place in there
+        }
+        most = spec.nodes.max if spec.nodes else None
+        hosts.counts = dict(list(found.items())[:most])
+    return hosts.counts
+
+
+def make_elastic(spec: SSHLauncher, plan: Plan, hosts: ElasticHosts, resize: Callable[[int], bool]) -> None:
+    """What hosts that come and go need to know of a run."""
+
+    def require(name: str) -> None:
+        require_same_versions(facts(), {name: hosts.remotes[name].facts})
+        compare(plan, hosts)
+
+    by_place = dict(zip(spec.places, spec.hosts, strict=True))
+    hosts.size = lambda name: spec.count(by_place[name], len(machine_of(hosts.remotes[name].facts).devices))
+    hosts.require, hosts.resize = require, resize
+    hosts.joins_at = Save if plan.config.checkpoint.every else Step
 
 
 def _addresses(spec: SSHLauncher, place: str) -> list[str]:
@@ -172,7 +208,7 @@ def submission(spec: SSHLauncher, plan: Plan, plan_path: Path, resume: str | Non
     """What would be run, for `--dry-run`: on each host its agent, and by that its ranks."""
     hosts, lines, first = gathered(spec), [], 0
     rank = [spec.python or sys.executable, "-m", "drumline.train.entry", str(plan_path), *(["--resume", resume] if resume else [])]
-    for place, count in zip(spec.places, spec.host_ranks(), strict=True):
+    for place, count in counts(spec).items():
         here = place in getattr(hosts.starter, "here", ())
         lines.append(f"host {place}: {shlex.join(local_command(spec) if here else ssh_command(spec, place))}")
         lines.append(f"  ranks {first} to {first + count - 1} of {plan.mesh.world_size}: {shlex.join(rank)}")

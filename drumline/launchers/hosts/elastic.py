@@ -1,0 +1,128 @@
+"""Hosts that come and go while a run lasts: `launch: {nodes: {min: 2, max: 8}}`.
+
+The ranks of a host that is lost are gone with it. The hosts that are there are planned for anew and go on from the newest checkpoint. One
+that comes joins at the next checkpoint. The launcher alone decides who takes part, and it holds the lease of the run folder: hosts that it
+does not hear, or that do not hear it, have no ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from drumline.core.signals import Interrupted, LauncherSignals
+from drumline.errors import EnvironmentFault
+from drumline.launchers.hosts.coordinator import BACK_SECONDS, LOOK_SECONDS, Attempt, Hosts, lost
+from drumline.launchers.postmortem import RankEnd
+from drumline.telemetry.events import Event, Save, read
+
+RECALL_SECONDS = 5.0  # between two starts of an agent on a host that has none
+EVENTS_SECONDS = 1.0  # between two looks at the events
+
+
+class ElasticHosts(Hosts):
+    """`least`, `most`: hosts that take part. The launcher's spec sets the rest before the first attempt.
+
+    `size`: ranks of a host that is there. `resize`: makes the plan one for so many ranks; False where there is none. `require`: raises
+    EnvironmentFault where a host differs from this one."""
+
+    size: Callable[[str], int]
+    resize: Callable[[int], bool]
+    require: Callable[[str], None]
+    joins_at: type[Event] = Save  # events after which a host may join
+
+    def __init__(self, *given: Any, least: int, most: int) -> None:
+        super().__init__(*given)
+        self.least, self.most = least, most
+        self._refused = set[str]()  # hosts that came and differ
+        self._fitted = list[str]()  # the hosts that were there when those that take part were chosen
+        self._events, self._past, self._next_look = Path(), 0, 0.0
+
+    def gather(self, stopped: Callable[[], int] = lambda: 0, patience: float = 0.0) -> None:
+        """Have an agent on as many hosts as come. Raises EnvironmentFault where they are too few."""
+        missing = dict(self._call(stopped, patience))
+        if len(self.there()) < self.least:
+            name, why = next(iter(missing.items()))
+            what = f"host {name}: {why}; {len(self.there())} of at least {self.least} hosts are there"
+            raise EnvironmentFault(what, where="launch.hosts", fix="set launch.nodes.min lower to go on with fewer")
+        for name, why in missing.items():
+            print(f"note: goes on without host {name}: {why}", file=sys.stderr)
+        threading.Thread(target=self._recall, daemon=True, name="drumline-hosts-recall").start()
+
+    def _recall(self) -> None:
+        """Ask for the hosts that are not there, again and again."""
+        while not self._ended.wait(RECALL_SECONDS):
+            for name, remote in self.remotes.items():
+                if remote.link is None and name not in self._refused and self.starter.ended(name) is not None:
+                    self.begin(remote)
+
+    def may_pause(self) -> bool:
+        """A host has come, and the run has a checkpoint of this attempt."""
+        there, now = self.there(), time.monotonic()
+        if now < self._next_look or there == self._fitted or set(there) <= self.counts.keys() or len(self.counts) >= self.most:
+            return False
+        self._next_look = now + EVENTS_SECONDS
+        return any(isinstance(event, self.joins_at) for event in read(self._events)[self._past :])
+
+    def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
+        """The ranks of the hosts that are there; more than once where hosts come meanwhile."""
+        self._events = logs.parents[1] / "events.jsonl"
+        try:
+            while True:
+                self._fit(signals)
+                self._past = len(read(self._events))
+                attempt = Attempt(self, logs, signals)
+                ends = attempt.run(rank)
+                self._begun = True
+                if not attempt.paused or signals.number or 75 not in {end.exitcode for end in ends}:
+                    return ends
+                rank = [*rank[:2], "--resume", "newest"]
+                logs = logs.with_name(f"attempt-{int(logs.name.removeprefix('attempt-')) + 1}")
+        except Interrupted as stop:
+            return [RankEnd(0, -stop.number, None, logs / "rank-0.log", at=time.time())]
+        except EnvironmentFault as fault:
+            if not self._begun:
+                raise
+            return [lost(0, fault.what, logs, "")]
+
+    def _fit(self, signals: LauncherSignals) -> None:
+        """Choose who takes part, as many as there is a plan for. Raises EnvironmentFault where too few hosts come in time."""
+        until = time.monotonic() + BACK_SECONDS
+        while len(there := self.there()) < self.least:
+            if signals.number:
+                raise Interrupted(signals.number)
+            if time.monotonic() > until:
+                raise EnvironmentFault(f"{len(there)} of at least {self.least} hosts are there", where="launch.nodes")
+            time.sleep(LOOK_SECONDS)
+        self._refuse([name for name in there if name not in self.counts])
+        self._fitted = there = self.there()
+        if set(there) == self.counts.keys():
+            return
+        before = list(self.counts)
+        # Those that took part keep their place, so that rank 0 stays where it is.
+        order = [name for name in before if name in there] + [name for name in there if name not in before]
+        for number in range(min(len(order), self.most), self.least - 1, -1):
+            self.counts = {name: self.size(name) for name in order[:number]}
+            if self.resize(sum(self.counts.values())):
+                if list(self.counts) != before:
+                    print(f"note: goes on with {number} of {len(self.remotes)} hosts: {', '.join(self.counts)}", file=sys.stderr)
+                return
+        raise EnvironmentFault(f"no plan takes the same steps on {self.least} to {len(order)} hosts", where="launch.nodes")
+
+    def _refuse(self, new: list[str]) -> None:
+        """Send those of the hosts that came away that differ."""
+        for name in new:
+            try:
+                self.require(name)
+            except EnvironmentFault as fault:
+                print(f"note: goes on without it: {fault.line()}", file=sys.stderr)
+                self._refused.add(name)
+                remote = self.remotes[name]
+                if (link := remote.link) is not None:
+                    link.send({"do": "end"})
+                    link.close()
+                    remote.link = None

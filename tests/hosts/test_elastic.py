@@ -1,0 +1,191 @@
+"""`launch: {kind: ssh, nodes: {min, max}}`: hosts go and come, and the run is that of one host left alone."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.errors import EnvironmentFault
+from drumline.launchers.hosts.coordinator import Remote
+from drumline.launchers.hosts.elastic import ElasticHosts
+from drumline.launchers.hosts.link import SILENT_SECONDS
+from drumline.train.replan import Replanner
+from tests.faults.live import wait_for
+from tests.harness import ENV, ROOT, events, losses, same_weights, write_config
+from tests.hosts.namespaces import Host, ended, hosts
+from tests.tiny import tiny_model_dir
+
+TRAIN = (sys.executable, "-m", "drumline", "train")
+STEPS = 120
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Host]]:
+    with hosts(tmp_path_factory.mktemp("net"), ["a", "b", "c"]) as made:
+        yield made
+
+
+def config(folder: Path, ssh: Path, **launch: Any) -> Path:
+    model = tiny_model_dir(folder / "model")
+    over = {"kind": "ssh", "hosts": ["a:1", "b:1", "c:1"], "nodes": {"min": 1}, "options": ["-F", str(ssh)], **launch}
+    run, batch = {"steps": STEPS, "callbacks": [f"{ROOT}/tests/hosts/pace.py:Pace"]}, {"global_samples": 6, "micro_batch": 2}
+    data = {"packing": False, "eval": []}
+    return write_config(folder, model, rows=60, launch=over, data=data, run=run, batch=batch, checkpoint={"every": 3})
+
+
+def alone(path: Path, run: Path) -> Path:
+    """The same run by one process."""
+    path.with_name("alone.yaml").write_text(re.sub(r"launch:\n(  .*\n|- .*\n)*", "launch: {nproc: 1}\n", path.read_text()))
+    line = [*TRAIN, str(path.with_name("alone.yaml")), f"run.dir={run}"]
+    done = subprocess.run(line, env=ENV, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+@pytest.mark.full
+def test_a_host_goes_and_comes_back_and_the_run_is_that_of_one_host(three: dict[str, Host], tmp_path: Path) -> None:
+    path, run = config(tmp_path, three["a"].ssh_config), tmp_path / "run"
+    (tmp_path / "slow").touch()
+    process = three["a"].start(*TRAIN, path)
+    wait_for(run, "step", 5, process)
+    three["c"].link(up=False)
+    try:
+        cut = time.time()
+        left = wait_for(run, "fault", 0, process)
+        assert left["host"] == "c" and left["t"] - cut < 3 * 10 and left["action"] == "restart"
+        assert SILENT_SECONDS < 10
+        shrunk = wait_for(run, "run_start", 0, process, after=left["t"])
+        assert shrunk["world_size"] == 2
+        again = wait_for(run, "save", 0, process, after=shrunk["t"])
+    finally:
+        three["c"].link(up=True)
+    grown = wait_for(run, "run_start", 0, process, after=again["t"])
+    assert grown["world_size"] == 3
+    (tmp_path / "slow").unlink()
+    code, out = ended(process, 280)
+    assert code == 0, out
+    assert "goes on with 2 of 3 hosts: a, b" in out and "goes on with 3 of 3 hosts: a, b, c" in out
+    assert [event["to"].split(",")[0] for event in events(run, "replan")] == ["2 ranks", "3 ranks"]
+    reference = alone(path, tmp_path / "alone")
+    assert losses(run).keys() == set(range(1, STEPS + 1))
+    assert losses(run) == pytest.approx(losses(reference), rel=1e-5)
+    assert {e["step"]: e["lr"] for e in events(run, "step")} == {e["step"]: e["lr"] for e in events(reference, "step")}
+    same_weights(run, reference, 1e-5)
+
+
+@pytest.mark.full
+def test_too_few_hosts_end_the_start_in_one_line(three: dict[str, Host], tmp_path: Path) -> None:
+    three["c"].link(up=False)
+    try:
+        path = config(tmp_path, three["a"].ssh_config, nodes={"min": 3})
+        code, out = ended(three["a"].start(*TRAIN, path), 120)
+    finally:
+        three["c"].link(up=True)
+    assert code == 2 and "2 of at least 3 hosts are there" in out and not (tmp_path / "run").exists(), out
+
+
+class Standing:
+    """A link that is there."""
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.last = message
+
+    def close(self) -> None:
+        self.last = {}
+
+
+class Starter:
+    def start(self, name: str, settings: dict[str, Any]) -> None:
+        self.started = name
+
+    def ended(self, name: str) -> str | None:
+        return None
+
+    def close(self) -> None:
+        self.started = ""
+
+
+class Quiet:
+    number, at_once = 0, False
+
+
+@pytest.fixture
+def elastic() -> Iterator[ElasticHosts]:
+    made = ElasticHosts(["a", "b", "c"], Starter(), "127.0.0.1", None, None, [], least=1, most=3)
+    made.size, made.require, made.resize = lambda name: 2, lambda name: None, lambda ranks: True
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def there(hosts: ElasticHosts, *names: str) -> None:
+    for name in hosts.remotes:
+        hosts.remotes[name].link = Standing() if name in names else None
+
+
+def test_who_takes_part(elastic: ElasticHosts) -> None:
+    there(elastic, "a", "b", "c")
+    elastic._fit(Quiet())
+    assert elastic.counts == {"a": 2, "b": 2, "c": 2}
+    there(elastic, "a", "c")
+    elastic._fit(Quiet())
+    assert elastic.counts == {"a": 2, "c": 2}
+    there(elastic, "a", "b", "c")
+    elastic._fit(Quiet())
+    assert list(elastic.counts) == ["a", "c", "b"], "rank 0 stays where it is"
+    elastic.resize = lambda ranks: ranks != 4  # of two hosts there is no plan
+    there(elastic, "b", "c")
+    elastic._fit(Quiet())
+    assert list(elastic.counts) == ["c"]
+    elastic.most, elastic.resize = 1, lambda ranks: False
+    there(elastic, "a")
+    with pytest.raises(EnvironmentFault, match="no plan takes the same steps"):
+        elastic._fit(Quiet())
+
+
+def test_a_host_that_comes_and_differs_is_sent_away(elastic: ElasticHosts, capsys: pytest.CaptureFixture[str]) -> None:
+    def require(name: str) -> None:
+        if name == "b":
+            raise EnvironmentFault("host b has torch 9.9, and this one 2.13")
+
+    elastic.require = require
+    there(elastic, "a", "b")
+    elastic._fit(Quiet())
+    assert elastic.counts == {"a": 2} and elastic.remotes["b"].link is None
+    assert "note: goes on without it: host b has torch 9.9" in capsys.readouterr().err
+    assert isinstance(elastic.remotes["b"], Remote) and elastic._refused == {"b"}
+
+
+def test_another_number_of_ranks_takes_the_same_steps(tmp_path: Path) -> None:
+    """By the planner: same global batch, learning rate and steps, in a new plan.json."""
+    from drumline.core.load import load
+    from drumline.core.plan import Plan
+    from drumline.train.setup import Request, make_plan
+
+    path = write_config(
+        tmp_path, tiny_model_dir(tmp_path / "model"), launch={"nproc": 3}, batch={"global_samples": 6, "micro_batch": 2},
+        data={"packing": False, "eval": []}, optimizer={"lr": 1e-2, "lr_scaling": "linear"},
+    )  # fmt: skip
+    plan = make_plan(Request(load(path, [])), on_progress=lambda *_: None, dry_run=True)
+    Path(plan.run_dir).mkdir()
+    place = Path(plan.run_dir) / "plan.json"
+    plan.save(place)
+    replanner = Replanner(plan, place)
+    assert replanner.resize(3) and not (place.parent / "plan-0.json").exists()
+    assert replanner.resize(2)
+    two = Plan.load(place)
+    assert (two.mesh.world_size, two.batch.global_samples, two.batch.micro_batch * two.batch.accumulation) == (2, 6, 3)
+    assert (two.lr, two.steps, two.config.batch) == (plan.lr, plan.steps, plan.config.batch)
+    assert replanner.resize(1) and Plan.load(place).mesh.world_size == 1
+    assert [event["from"].split(",")[0] for event in events(place.parent, "replan")] == ["3 ranks", "2 ranks"]
+    assert replanner.resize(4), "six samples are not shared by four, so it is another strategy"
+    four = Plan.load(place)
+    assert four.mesh.data_ranks < four.mesh.world_size == 4 and (four.batch.global_samples, four.lr) == (6, plan.lr)
