@@ -54,6 +54,7 @@ class Remote:
         self.facts: Mapping[str, Any] = {}
         self.shift = 0.0  # seconds that its wall clock is behind ours
         self.gone = ""  # why there is no link any more
+        self.heard = 0.0  # unix seconds of the last sign of it, once there is none
 
 
 class Hosts:
@@ -145,6 +146,7 @@ class Hosts:
     def _lose(self, remote: Remote, link: Link, why: str) -> None:
         link.close()
         if remote.link is link:
+            remote.heard = time.time() - (time.monotonic() - link.heard)
             remote.link, remote.gone = None, why
 
     def _watch(self) -> None:
@@ -224,10 +226,10 @@ class Hosts:
         self._listener.close()
 
 
-def lost(rank: int, why: str, logs: Path, host: str) -> RankEnd:
-    """The end of a rank that nobody could report."""
-    error = {"message": why, "traceback": "", "time": time.time(), "exit_code": 1}
-    return RankEnd(rank, 1, error, logs / f"rank-{rank}.log", at=time.time(), host=host)
+def lost(rank: int, why: str, logs: Path, host: str, at: float | None = None) -> RankEnd:
+    """The end of a rank that nobody could report. `at`: the last sign of it: those that waited for it are its consequences."""
+    at = at or time.time()
+    return RankEnd(rank, 1, {"message": why, "traceback": "", "time": at, "exit_code": 1}, logs / f"rank-{rank}.log", at=at, host=host)
 
 
 class Attempt:
@@ -302,7 +304,7 @@ class Attempt:
                 why = self.hosts.why_gone(remote) or "its host did not report how its ranks ended"
                 first, count, now = self.first[name], self.hosts.counts[name], time.time()
                 silent = [RankEnd(first + n, 1, None, self.logs / f"rank-{first + n}.log", True, now, host=name) for n in range(1, count)]
-                self.ends[name] = [lost(first, why, self.logs, name), *silent]
+                self.ends[name] = [lost(first, why, self.logs, name, remote.heard), *silent]
                 if (link := remote.link) is not None:
                     link.close()
                 self._failed(remote, [-int(signal.SIGKILL)])
