@@ -56,7 +56,9 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            parser=_place, metavar="[PATH]", help="Resume from the newest valid checkpoint, or from PATH (a checkpoint or a run folder)."
+            parser=_place,
+            metavar="[PATH]",
+            help="Resume from the newest valid checkpoint, or from PATH: a checkpoint or run, its folder or URL.",
         ),
     ] = None,
     allow: Annotated[str, typer.Option(metavar="KEYS", help="With --resume: config keys that may differ, comma-separated, or `all`.")] = "",
@@ -180,7 +182,7 @@ def convert(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(parser=_path, metavar="RUN", help="A run folder.")],
+    run: Annotated[str, typer.Argument(parser=_place, metavar="RUN", help="A run folder, or the URL of a run (its checkpoint.url).")],
     to: Annotated[Path, _path_option(help="The folder to write.")],
     which: Annotated[str, typer.Option(help="last, best, or a step number.")] = "best",
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
@@ -212,7 +214,12 @@ def evaluate(
     config: ConfigFile,
     overrides: Overrides = None,
     checkpoint: Annotated[
-        Path | None, _path_option(help="A checkpoint, run folder or Hugging Face folder. Default: the run's best, else its newest.")
+        str | None,
+        typer.Option(
+            parser=_place,
+            metavar="PATH",
+            help="A checkpoint or run (folder or URL), or a Hugging Face folder. Default: the run's best, else its newest.",
+        ),
     ] = None,
     generate: Annotated[int | None, typer.Option(min=1, metavar="N", help="sft: answer N held-out prompts with greedy decoding.")] = None,
     lm_eval: Annotated[str, typer.Option(metavar="TASKS", help="Comma-separated tasks of lm-eval; CONFIG may then be a run folder.")] = "",
@@ -224,11 +231,12 @@ def evaluate(
     overrides = [*(overrides or []), *TRUSTED * trust_remote_code]
     from drumline.inference import evaluate as by
 
-    if lm_eval:
-        raise typer.Exit(by.harness(config, overrides, checkpoint, lm_eval.split(","), limit, include_path))
-    if generate:
-        raise typer.Exit(by.answers(config, overrides, checkpoint, generate))
-    raise typer.Exit(by.evaluate(config, overrides, checkpoint))
+    with by.placed(checkpoint, config, overrides) as place:
+        if lm_eval:
+            raise typer.Exit(by.harness(config, overrides, place, lm_eval.split(","), limit, include_path))
+        if generate:
+            raise typer.Exit(by.answers(config, overrides, place, generate))
+        raise typer.Exit(by.evaluate(config, overrides, place))
 
 
 @app.command()

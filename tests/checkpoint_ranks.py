@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 FORKS = multiprocessing.get_context("forkserver")
 PRELOADED = ["torch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
-FORKS.set_forkserver_preload([*PRELOADED, "drumline.checkpoint.save", "drumline.checkpoint.load", "drumline.parallel.native"])
+FORKS.set_forkserver_preload([*PRELOADED, "drumline.checkpoint.save", "drumline.checkpoint.load", "drumline.parallel.native", "s3fs"])
 
 LIFETIME = 120  # seconds after which a rank is killed whatever happens
 PR_SET_PDEATHSIG = 1

@@ -17,8 +17,22 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from drumline.checkpoint.manifest import INDEX, MANIFEST, SHARD_NAME, STATE, TEMP, Manifest, open_regular, read_manifest, record_of, step_of
+from drumline.checkpoint.manifest import (
+    INDEX,
+    MANIFEST,
+    PART,
+    SHARD_NAME,
+    STATE,
+    TEMP,
+    Manifest,
+    open_regular,
+    read_manifest,
+    read_part,
+    record_of,
+    step_of,
+)
 from drumline.checkpoint.ranks import Ranks, describe_error
+from drumline.checkpoint.remote import choose_or_none, state_at
 from drumline.checkpoint.storage import Reader, dtype_name, read_index
 from drumline.core.mesh import share
 from drumline.errors import CheckpointError
@@ -47,6 +61,20 @@ def newest(root: Path, verify: bool, alone: bool = False) -> Found:
         else:
             return Found(path, skipped)
     return Found(None, skipped)
+
+
+def newest_state(root: Path, url: str | None) -> tuple[str, dict[str, Any]] | None:
+    """(the place, the run's state) of the newest checkpoint that this disk, whole or in part, or a URL has; None where there is none.
+
+    Only a look: nothing is verified but the state itself. Raises CheckpointError for a URL that does not answer.
+    """
+    whole, parts = newest(root, verify=False, alone=True).path, [path for path in _by_age(root)[0] if (path / PART).exists()]
+    here = max(filter(None, (whole, *parts[:1])), key=lambda path: read_part(path)[0].serial, default=None)
+    if url is not None and (there := choose_or_none(url)) is not None:
+        store, folder, manifest = there
+        if here is None or read_part(here)[0].serial < manifest.serial:
+            return state_at(f"{store.url}/{folder}")
+    return None if here is None else (str(here), read_state(here))
 
 
 def pointed(root: Path, pointer: Literal["latest", "best"]) -> Path | None:
@@ -81,8 +109,8 @@ def check(path: Path, verify: bool, alone: bool = False) -> Manifest:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The run's state, as `save` got it. Not collective. Raises CheckpointError."""
-    _require_file(path, STATE, read_manifest(path))
+    """The run's state, as `save` got it, also of a part of a checkpoint. Not collective. Raises CheckpointError."""
+    _require_file(path, STATE, read_part(path)[0])
     with open_regular(path / STATE) as file:
         state = json.load(file)
     assert isinstance(state, dict)
@@ -129,7 +157,7 @@ def _by_age(root: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
     for path in sorted(root.iterdir(), reverse=True) if root.is_dir() else []:
         if step_of(path.name) is not None:
             try:
-                aged.append((read_manifest(path).serial, path))
+                aged.append((read_part(path)[0].serial, path))
             except CheckpointError as error:
                 unreadable.append((path, error.line()))
     return [path for _, path in sorted(aged, reverse=True)], unreadable
@@ -165,6 +193,10 @@ def _require_committed(path: Path) -> None:
         return
     if any(entry.suffix in PICKLES for entry in ([path] if path.is_file() else path.glob("*"))):
         raise CheckpointError("a pickle checkpoint", where=str(path), fix="convert it first: a pickle can run code when it is read")
+    if (path / PART).exists() and step_of(path.name) is not None:
+        manifest, present = read_part(path)
+        what = f"holds {len(present)} of the {len(manifest.files)} files of a checkpoint that lies on the disks of several hosts"
+        raise CheckpointError(what, where=str(path), fix="train with --resume on all hosts: they put it together")
     for root in (path, path / "checkpoints", path.parent):
         if found := newest(root, verify=False, alone=True).path:
             raise CheckpointError(f"not a committed checkpoint; newest valid: {found}", where=str(path))

@@ -6,6 +6,8 @@ step-00000020/
     state.json            the run's own state: position, schedule, config
     manifest.json         {"sha256": of the rest, "manifest": Manifest}
 
+On one of several hosts that share no disk a folder may hold a part of these files: part.json is in the manifest's place, and names them.
+
 Its files must survive a power cut: they are hashed while they are written, flushed to the device, and opened without following links.
 """
 
@@ -20,7 +22,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -29,6 +31,7 @@ from drumline.errors import CheckpointError
 WRITE_BUFFER = 1 << 20  # bytes
 
 MANIFEST, STATE, INDEX = "manifest.json", "state.json", ".metadata"
+PART = "part.json"  # {"sha256": of the rest, "manifest": Part}
 UNFINISHED, TRASH = ".tmp-", ".trash-"
 TEMP = UNFINISHED, TRASH  # folders whose names begin so are no checkpoints
 SHARD_NAME = re.compile(r"__\d+_\d+\.distcp")
@@ -39,6 +42,9 @@ class Record(BaseModel):
     """A part of a manifest."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+R = TypeVar("R", bound=Record)
 
 
 class FileRecord(Record):
@@ -77,6 +83,13 @@ class Manifest(Record):
         return sum(record.bytes for record in self.files.values())
 
 
+class Part(Record):
+    """`present`: the files of a checkpoint that lie on this host's disk."""
+
+    manifest: Manifest
+    present: list[str]
+
+
 def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
@@ -89,30 +102,74 @@ def step_of(name: str) -> int | None:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write manifest.json with its own checksum, durably. Raises OSError."""
-    content = manifest.model_dump()
-    write_durable(folder / MANIFEST, json.dumps({"sha256": _checksum(content), "manifest": content}, indent=1).encode())
+    write_durable(folder / MANIFEST, sealed(manifest))
+
+
+def write_part(folder: Path, manifest: Manifest, present: set[str]) -> None:
+    """The same; part.json instead where `present` lacks some of the files. Raises OSError."""
+    if present >= manifest.files.keys():
+        write_manifest(folder, manifest)
+    else:
+        write_durable(folder / PART, sealed(Part(manifest=manifest, present=sorted(present))))
+
+
+def sealed(record: Record) -> bytes:
+    """A record as JSON with its own checksum."""
+    content = record.model_dump()
+    return json.dumps({"sha256": _checksum(content), "manifest": content}, indent=1).encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The content of manifest.json, with its checksum verified. Raises CheckpointError that names the file and the reason."""
-    place = str(folder / MANIFEST)
+    return _of_folder(unsealed(_content(folder / MANIFEST), Manifest, str(folder / MANIFEST)), folder, MANIFEST)
+
+
+def read_part(folder: Path) -> tuple[Manifest, set[str]]:
+    """The manifest of a folder that may hold a part of a checkpoint, and the files that lie there. Raises CheckpointError."""
+    if (folder / MANIFEST).exists() or not (folder / PART).exists():
+        manifest = read_manifest(folder)
+        return manifest, set(manifest.files)
+    part = unsealed(_content(folder / PART), Part, str(folder / PART))
+    return _of_folder(part.manifest, folder, PART), set(part.present) & part.manifest.files.keys()
+
+
+def unsealed(raw: bytes, kind: type[R], place: str) -> R:
+    """The record in the JSON text `raw`, with its checksum verified. Raises CheckpointError that names `place` and the reason."""
     try:
-        with open_regular(folder / MANIFEST) as file:
-            outer = json.load(file)
+        outer = json.loads(raw)
         content = outer["manifest"]
         if outer["sha256"] != _checksum(content):
             raise CheckpointError("changed since it was written (its own checksum differs)", where=place)
-        manifest = Manifest.model_validate(content)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror or error}", where=place) from error
+        return kind.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         raise CheckpointError(f"not a manifest: {'.'.join(map(str, first['loc']))}: {first['msg']}", where=place) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError("not a manifest: damaged or of another program", where=place) from error
+
+
+def require_plain(manifest: Manifest, place: str) -> Manifest:
+    """The manifest. Raises CheckpointError where a file's name could lead out of the checkpoint's folder: none has been looked at yet."""
+    for name in manifest.files:
+        if name not in (STATE, INDEX) and not SHARD_NAME.fullmatch(name):
+            raise CheckpointError(f"names {name!r}, which is no file of a checkpoint", where=place)
+    if not {STATE, INDEX} <= manifest.files.keys():
+        raise CheckpointError("not a manifest: it lacks state or index", where=place)
+    return manifest
+
+
+def _content(path: Path) -> bytes:
+    try:
+        with open_regular(path) as file:
+            return file.read()
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+
+
+def _of_folder(manifest: Manifest, folder: Path, name: str) -> Manifest:
     named = step_of(folder.name)
     if named is not None and named != manifest.step:
-        raise CheckpointError(f"is of step {manifest.step}, the folder's name says {named}", where=place)
+        raise CheckpointError(f"is of step {manifest.step}, the folder's name says {named}", where=str(folder / name))
     return manifest
 
 

@@ -1,14 +1,15 @@
-"""Which checkpoints of a run folder are kept. Only rank 0 acts here, after the new checkpoint is durable."""
+"""Which checkpoints of a run are kept. Only one rank of a disk acts here (rank 0 for a URL), after the new checkpoint is durable."""
 
 from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from drumline.checkpoint.manifest import TEMP, TRASH, Manifest, folder_name, read_manifest, step_of
+from drumline.checkpoint.manifest import TEMP, TRASH, Manifest, folder_name, read_part, step_of
 from drumline.core.files import discard, remove, sync, take_name, write_whole
 from drumline.errors import CheckpointError
 
@@ -32,7 +33,7 @@ class Retention:
             elif step_of(entry.name) is not None:
                 # One that cannot be read is not ours to delete: `newest` names it, and a later save of its step replaces it.
                 with suppress(CheckpointError):
-                    manifest = read_manifest(entry)
+                    manifest, _ = read_part(entry)
                     self.known[manifest.step] = manifest
 
     def next_serial(self) -> int:
@@ -48,25 +49,38 @@ class Retention:
 
     def settle(self, newest: Manifest) -> None:
         """Move the pointers to the committed newest, then remove the checkpoints that are not kept. Raises OSError."""
-        self.known = {step: known for step, known in self.known.items() if (self.root / folder_name(step)).is_dir()}
-        write_whole(self.root / LATEST, folder_name(newest.step) + "\n", durable=True)
+        self.known = {step: known for step, known in self.known.items() if self.has(step)}
+        self.point(LATEST, newest.step)
         best = self.best()
         if best:
-            write_whole(self.root / BEST, folder_name(best.step) + "\n", durable=True)
+            self.point(BEST, best.step)
         by_age = sorted(self.known.values(), key=lambda manifest: manifest.serial)
         stay = {manifest.step for manifest in by_age[-self.keep :]}
         if best and self.keep_best:
             stay.add(best.step)
         for step in sorted(set(self.known) - stay):
-            folder = self.root / folder_name(step)
-            discard(folder, self._trash(folder))
+            self.remove(step)
             del self.known[step]
 
+    def has(self, step: int) -> bool:
+        return (self.root / folder_name(step)).is_dir()
+
+    def point(self, pointer: str, step: int) -> None:
+        write_whole(self.root / pointer, folder_name(step) + "\n", durable=True)
+
+    def remove(self, step: int) -> None:
+        folder = self.root / folder_name(step)
+        discard(folder, self._trash(folder))
+
     def best(self) -> Manifest | None:
-        """The best checkpoint by metric, of equal ones the earlier; None if none has a metric."""
-        rated = [manifest for manifest in self.known.values() if manifest.metric is not None and math.isfinite(manifest.metric)]
-        sign = 1 if self.mode == "min" else -1
-        return min(rated, key=lambda manifest: (sign * (manifest.metric or 0.0), manifest.serial), default=None)
+        return best_of(self.known.values(), self.mode)
 
     def _trash(self, folder: Path) -> Path:
         return self.root / f"{TRASH}{folder.name}-{secrets.token_hex(4)}"
+
+
+def best_of(known: Iterable[Manifest], mode: Literal["min", "max"]) -> Manifest | None:
+    """The best checkpoint by metric, of equal ones the earlier; None if none has a metric."""
+    rated = [manifest for manifest in known if manifest.metric is not None and math.isfinite(manifest.metric)]
+    sign = 1 if mode == "min" else -1
+    return min(rated, key=lambda manifest: (sign * (manifest.metric or 0.0), manifest.serial), default=None)

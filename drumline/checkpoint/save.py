@@ -8,7 +8,9 @@ A save has five steps, each with one outcome on all ranks (see ranks.py):
     commit      rank 0 writes state.json and manifest.json, and renames the folder
     settle      rank 0 moves `latest` and `best`, then prunes
 
-A kill at any moment leaves the named folders whole, and at most one folder more.
+A kill at any moment leaves the named folders whole, and at most one folder more. Where hosts share no disk (disks.py), one rank of each
+disk does rank 0's part there, and each file goes to `replicas` further disks before the commit. With a URL (remote.py) each rank then
+copies its files there; the manifest goes last.
 """
 
 from __future__ import annotations
@@ -32,11 +34,13 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
 from drumline import __version__
-from drumline.checkpoint.manifest import STATE, UNFINISHED, FileRecord, Manifest, folder_name, write_durable, write_manifest
+from drumline.checkpoint.disks import Disks, Gatherer, carry
+from drumline.checkpoint.manifest import INDEX, STATE, UNFINISHED, FileRecord, Manifest, folder_name, step_of, write_durable, write_part
 from drumline.checkpoint.ranks import Ranks, RanksError, describe_error
-from drumline.checkpoint.retention import Retention
+from drumline.checkpoint.remote import Remote
+from drumline.checkpoint.retention import Retention, best_of
 from drumline.checkpoint.storage import Writer, records_of
-from drumline.errors import EnvironmentFault
+from drumline.errors import CheckpointError, EnvironmentFault
 
 # Free space that a save requires, as a multiple of its estimated bytes.
 HEADROOM = 1.2
@@ -46,7 +50,7 @@ OVERHEAD_BYTES = 2048
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How a save ended: the same on every rank, apart from the seconds.
+    """How a save ended: the same on every rank, apart from the seconds, and from the path where hosts have folders of their own.
 
     `path` is None if nothing was committed. `error` beside a path: the checkpoint is whole, but a pointer or the pruning failed.
     `begun`: false if the disk lacked room, and nothing was written.
@@ -59,6 +63,10 @@ class SaveResult:
     error: str | None
     blocked_seconds: float
     begun: bool = True
+
+
+class _NotUploaded(Exception):
+    """A checkpoint on disk did not reach the URL."""
 
 
 @dataclass
@@ -82,18 +90,34 @@ class Checkpointer:
     in flight first.
     """
 
-    def __init__(self, root: Path, keep: int, keep_best: bool, mode: Literal["min", "max"], asynchronous: bool, serial: int = 1) -> None:
-        """`serial`: the smallest serial of a save (Manifest). Raises EnvironmentFault if `root` cannot be used."""
+    def __init__(
+        self,
+        root: Path,
+        keep: int,
+        keep_best: bool,
+        mode: Literal["min", "max"],
+        asynchronous: bool,
+        serial: int = 1,
+        url: str | None = None,
+        replicas: int = 0,
+    ) -> None:
+        """`serial`: the smallest serial of a save (Manifest). With a `url` or `replicas` hosts may have a `root` of their own each. Raises
+        EnvironmentFault if `root` or the URL cannot be used."""
         self.root = Path(root)
         self.asynchronous = asynchronous
+        self.replicas = replicas
         self.ranks = Ranks.all_apart()
         self.retention = Retention(self.root, keep, keep_best, mode, serial)
+        self.remote = Remote(url, keep, keep_best, mode) if url else None
         self.staging = Staging()
         self._thread: threading.Thread | None = None
         self._ended: SaveResult | None = None
         self._results: list[SaveResult] = []
         try:
-            self.ranks.first(self.retention.open)
+            self.disks = Disks.find(self.root, self.ranks) if url or replicas else Disks.shared(self.ranks)
+            self.ranks.each(lambda: self.retention.open() if self.disks.leads else None)
+            if self.remote is not None:
+                self.ranks.first(self.remote.open)
         except RanksError as failure:
             raise EnvironmentFault(f"checkpoints cannot be kept here: {failure}", where=str(self.root)) from failure
 
@@ -143,6 +167,14 @@ class Checkpointer:
                 break
         return result, part is tensors
 
+    def gather(self) -> None:
+        """Have the newest checkpoint and the best one whole on rank 0's disk, where hosts have parts of them. Collective; raises
+        CheckpointError."""
+        if len(self.disks.groups) > self.replicas + 1:
+            disks = Disks(Ranks(self.ranks.group, CheckpointError), self.disks.groups)
+            store = self.remote.store if self.remote else None
+            Gatherer(self.root, False, store, disks, first_alone=True).newest(lambda known: best_of(known, self.retention.mode))
+
     def poll(self) -> list[SaveResult]:
         """The results of the saves that ended since the last call, oldest first. Does not wait."""
         if self._thread is None or not self._thread.is_alive():
@@ -167,42 +199,57 @@ class Checkpointer:
         """All steps after the first; in a thread if asynchronous."""
         folder: Path | None = None
         try:
-            folder = self.ranks.first(lambda: self._make_folder(job))
-            path, manifest = self._commit(job, folder)
+            folder = self._make_folder(job)
+            path, manifest, written = self._commit(job, folder)
         except (Exception, CheckpointException) as failure:  # noqa: BLE001 - a failed save is a result
-            if folder and self.ranks.rank == 0:
+            if folder and self.disks.leads:
                 shutil.rmtree(folder, ignore_errors=True)  # the rest is removed at the next start; the result reports the failure itself
             self._ended = _result(job, None, 0, describe_error(failure))
             return
-        error = None
+        errors = []
         try:
-            self.ranks.first(lambda: self.retention.settle(manifest))
+            self.ranks.each(lambda: self.retention.settle(manifest) if self.disks.leads else None)
         except Exception as failure:  # noqa: BLE001 - the save itself has succeeded
-            error = f"the checkpoint is whole, but tidying up after it failed: {describe_error(failure)}"
+            errors.append(describe_error(failure))
+        try:
+            if self.remote is not None:
+                self._upload(self.remote, path, manifest, written)
+        except _NotUploaded as failure:
+            self._ended = _result(job, None, 0, f"it is whole in {path}, and did not reach its URL: {failure}")
+            return
+        except Exception as failure:  # noqa: BLE001 - the same
+            errors.append(describe_error(failure))
+        error = f"the checkpoint is whole, but tidying up after it failed: {'; '.join(errors)}" if errors else None
         self._ended = _result(job, path, manifest.bytes, error)
 
     def _lacking(self, job: _Job) -> str | None:
         """The error if the disk lacks space for this save, else None. Makes a removed root again. Raises OSError."""
         self.root.mkdir(parents=True, exist_ok=True)
-        needed, free = int(HEADROOM * (job.estimate + len(job.state))), free_bytes(self.root)
+        share = min(1.0, (1 + self.replicas) / len(self.disks.groups))
+        needed, free = int(HEADROOM * (share * job.estimate + len(job.state))), free_bytes(self.root)
         return f"no space: {needed:,} bytes needed, {free:,} free in {self.root}" if free < needed else None
 
     def _make_folder(self, job: _Job) -> Path:
-        folder = self.root / f"{UNFINISHED}{folder_name(job.step)}-{secrets.token_hex(4)}"
-        folder.mkdir()
+        """An unfinished folder of one name on each disk. Collective."""
+        folder = self.root / self.ranks.first(lambda: f"{UNFINISHED}{folder_name(job.step)}-{secrets.token_hex(4)}")
+        self.ranks.each(lambda: folder.mkdir() if self.disks.leads else None)
         return folder
 
-    def _commit(self, job: _Job, folder: Path) -> tuple[Path, Manifest]:
-        """Write all files of a save and name it. Collective; raises RanksError, or RuntimeError if a rank died."""
-        files: dict[str, FileRecord] = {}
-        for records in self.ranks.each(lambda: self._write_shards(job, folder)):
-            files |= records
+    def _commit(self, job: _Job, folder: Path) -> tuple[Path, Manifest, dict[str, FileRecord]]:
+        """Write all files of a save and name it; the last: those that this rank wrote. Collective; raises RanksError, or RuntimeError if a
+        rank died."""
+        parts = self.ranks.each(lambda: (self._write_shards(job, folder), self._next_serial()))
+        written, serial = [records for records, _ in parts], max(number for _, number in parts)
+        copies = self.disks.copies(written, self.replicas)
+        carry(copies, folder, folder, self.ranks)
+        # Rank 0 alone has the index and the state of the run.
+        apart = len(self.disks.groups) > 1
+        index, state = self.ranks.first(lambda: ((folder / INDEX).read_bytes(), job.state)) if apart else (b"", job.state)
 
-        def finish() -> tuple[Path, Manifest]:
-            files[STATE] = write_durable(folder / STATE, job.state, private=True)  # user options are in it
-            manifest = Manifest(
+        def manifest_of(files: dict[str, FileRecord]) -> Manifest:
+            return Manifest(
                 step=job.step,
-                serial=self.retention.next_serial(),
+                serial=serial,
                 metric=job.metric,
                 drumline=__version__,
                 torch=torch.__version__,
@@ -210,10 +257,48 @@ class Checkpointer:
                 files=files,
                 tensors=records_of(folder),
             )
-            write_manifest(folder, manifest)
-            return self.retention.commit(folder, manifest), manifest
 
-        return self.ranks.first(finish)
+        def finish() -> Manifest | None:
+            if not self.disks.leads:
+                return None
+            if self.ranks.rank != 0:
+                write_durable(folder / INDEX, index)
+            files = {name: record for records in written for name, record in records.items()}
+            files[STATE] = write_durable(folder / STATE, state, private=True)  # user options are in it
+            manifest = manifest_of(files)
+            arrived = {copy.name for copy in copies if copy.target in self.disks.groups[self.disks.mine]}
+            own = {name for rank in self.disks.groups[self.disks.mine] for name in written[rank]}
+            write_part(folder, manifest, {*own, *arrived, INDEX, STATE})
+            self.retention.commit(folder, manifest)
+            return manifest
+
+        manifest = self.ranks.each(finish)[0]
+        assert manifest is not None, "rank 0 leads its disk"
+        return self.root / folder_name(job.step), manifest, written[self.ranks.rank]
+
+    def _next_serial(self) -> int:
+        return max(self.retention.next_serial(), self.remote.next_serial() if self.remote else 0)
+
+    def _upload(self, remote: Remote, folder: Path, manifest: Manifest, written: dict[str, FileRecord]) -> None:
+        """Bring a committed checkpoint to the URL, and tidy up there. Collective; raises _NotUploaded, then RanksError."""
+        try:
+            self.ranks.first(lambda: remote.begin(manifest.step))
+            self.ranks.each(lambda: remote.send(folder, written.keys() - {INDEX, STATE}))
+            self.ranks.first(lambda: remote.finish(folder, manifest))
+        except RanksError as failure:
+            raise _NotUploaded(failure) from failure
+        self.ranks.first(lambda: remote.settle(manifest))
+
+    def is_kept(self, path: Path) -> bool:
+        """Whether a checkpoint lies under this root, and at the URL if there is one. Collective."""
+
+        def known() -> bool:
+            step = step_of(path.name)
+            if step is None or path.parent.absolute() != self.root.absolute():
+                return False
+            return self.remote is None or self.remote.known.get(step) == self.retention.known.get(step)
+
+        return self.ranks.first(known)
 
     def _write_shards(self, job: _Job, folder: Path) -> dict[str, FileRecord]:
         """Store this rank's share; returns the files that it wrote. Raises the error of this rank.

@@ -18,6 +18,7 @@ from drumline.core.model import Head, ModelConfig
 from drumline.core.registry import Named, find, make
 from drumline.core.section import KIND_ALONE, MOST_SAMPLES, MOST_SEED, MOST_STEPS, Count, PathText, Ranks, Rate, Seconds, Section, Steps
 from drumline.core.strategy import Strategy, StrategySpec
+from drumline.core.urls import LocalPath, UrlText
 
 
 class NoAdapter(Section):
@@ -152,10 +153,31 @@ class CheckpointConfig(Section):
         " launch.grace_seconds.",
     )
     fallback_dir: str | None = Field(None, description="Folder on another disk for the last checkpoint, or its weights, if RUN's is full.")
+    url: UrlText | None = Field(
+        None,
+        description="Also keep the checkpoints of the run, its plan and its events at a URL: s3://bucket/path, gs://, file:// or another of"
+        " fsspec. A run goes on from there where its folder is lost.",
+    )
+    in_memory_every: Steps | None = Field(
+        None,
+        description="Also keep the state in the memory of hosts (/dev/shm) every N steps, in twice its size: a run whose rank died goes on"
+        " from there where that is newer than the disk. Linux.",
+    )
+    replicas: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="Where hosts share no disk: copy each host's part of a checkpoint to the disks of this many further hosts.",
+    )
     export: Literal["none", "last", "best"] = Field(
         "best", description="Which checkpoint is exported to RUN/export as a Hugging Face folder; the last one if there is no best one."
     )
     export_adapter: bool = Field(False, description="With an adapter: export only the adapter, as PEFT's files, not the merged model.")
+
+    @property
+    def apart(self) -> bool:
+        """Whether hosts may have run folders of their own: what one of them loses lies elsewhere, too."""
+        return self.url is not None or self.replicas > 0
 
 
 class EvalConfig(Section):
@@ -212,7 +234,7 @@ Reporter = Annotated[PathText, Named("trackers", ("tensorboard", "wandb", "mlflo
 
 
 class RunConfig(Section):
-    dir: PathText | None = Field(None, description="Run folder; null: runs/<name of the YAML>.")
+    dir: LocalPath | None = Field(None, description="Run folder; null: runs/<name of the YAML>.")
     steps: Steps | None = Field(None, description="Optimizer steps; overrides epochs.")
     epochs: Rate = Field(1.0, description="Passes over the training samples.")
     seed: int = Field(0, ge=0, le=MOST_SEED, description="Determines the order of samples, dropout and random weights.")

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,7 @@ from rich.table import Table
 
 from drumline import __version__
 from drumline.checkpoint.load import check, newest, pointed
+from drumline.checkpoint.remote import at_hand, choose_or_none
 from drumline.core.data import PROMPT_FORMS, TasksSource
 from drumline.core.explain import default_run_dir, strategy_name
 from drumline.core.files import write_whole
@@ -43,7 +44,7 @@ from drumline.telemetry.events import Eval, Event
 from drumline.train.setup import EVAL_RESULTS, Request, make_plan
 
 # An evaluation is over or not: nothing is started again, and only the caller gets the result.
-ALONE = ["launch.max_restarts=0", "run.report_to=[]"]
+ALONE = ["launch.max_restarts=0", "run.report_to=[]", "checkpoint.url=null", "checkpoint.replicas=0", "checkpoint.in_memory_every=null"]
 TOGETHER = 16  # sequences generated side by side
 SHOWN = 20  # answers that eval.json keeps
 YAML = (".yaml", ".yml")
@@ -71,6 +72,20 @@ def evaluate(config_path: Path, overrides: list[str], place: Path | None) -> int
     show(f"{weights.origin} on {metrics['samples']} held-out samples", metrics["metrics"])
     write(run_dir, "held_out", result)
     return 0
+
+
+@contextmanager
+def placed(checkpoint: str | None, config_path: Path, overrides: list[str]) -> Iterator[Path | None]:
+    """The folder of what is evaluated, of a URL a copy; None: what the run folder has. Where it has nothing, checkpoint.url is tried."""
+    if checkpoint is None and config_path.suffix in YAML:
+        url = load(config_path, overrides, trusted=False).config.checkpoint.url
+        if url is not None and of_run(run_folder(config_path, overrides)) is None and choose_or_none(url) is not None:
+            checkpoint = url
+    if checkpoint is None:
+        yield None
+        return
+    with at_hand(checkpoint) as folder:
+        yield folder
 
 
 def planned(config_path: Path, overrides: list[str], place: Path | None) -> tuple[Plan, Weights, Path]:

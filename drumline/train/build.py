@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from drumline.checkpoint.load import check, load, newest, read_state
-from drumline.checkpoint.manifest import read_manifest
+from drumline.checkpoint.disks import Disks, Gatherer, fetch
+from drumline.checkpoint.load import Found, check, load, newest, read_state
+from drumline.checkpoint.manifest import read_manifest, step_of
+from drumline.checkpoint.memory import Memory
 from drumline.checkpoint.ranks import Ranks as RankGroup
 from drumline.checkpoint.ranks import RanksError
+from drumline.checkpoint.remote import Store
+from drumline.checkpoint.retention import best_of
 from drumline.checkpoint.save import Checkpointer
+from drumline.core.config import Config
+from drumline.core.load import refused
 from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
+from drumline.core.urls import is_url
 from drumline.data.cache import TokenCache, verify_in_background
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
@@ -37,6 +45,7 @@ from drumline.train.saving import Saver
 from drumline.train.state import Goodput, TrainState
 from drumline.train.streams import FirstPass, Streams, build_streams, fixed_width
 
+FETCHED = "fetched"  # in the run folder: the copy of a checkpoint at another run's URL, until it is read
 MODEL = re.compile(r"(^|(?<=/))model\.")  # the section of weights, of the policy or of another role (ROLE/model.…)
 
 
@@ -49,13 +58,15 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
     device = f"cuda:{gpu(ranks)}" if plan.device == "cuda" else "cpu"
     verification = _verification(plan, ranks)
     start, began = None, time.time()
+    memory = Memory(Path(plan.run_dir), resume == "newest") if config.checkpoint.in_memory_every and plan.saves else None
     if resume is not None:
         with goodput.spend("restore"):
-            start = Start.find(plan, resume)
+            start = Start.find(plan, resume, memory)
     searched = time.time() - began
     engine = _engine(plan, device, start.checkpoint_keys if start else frozenset())
-    saves, folder = config.checkpoint, Path(plan.run_dir) / "checkpoints"
-    checkpointer = Checkpointer(folder, saves.keep, saves.keep_best, config.eval.mode, saves.asynchronous)
+    checkpointer = checkpointer_of(plan, config.eval.mode)
+    if memory is not None:
+        memory.begin()
     state = TrainState()
     if start is not None:
         with goodput.spend("restore"):
@@ -72,7 +83,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         is_new = not (start and start.path)
         training, held_out, back = _streams(plan, ranks, engine, algorithm, state, is_new, gather, emit, stop_flag)
     _agree_on(verification)
-    saved = state.step if start and start.path and start.path.parent.absolute() == checkpointer.root.absolute() else -1
+    saved = state.step if start and start.path and checkpointer.is_kept(start.path) else -1
     traffic = Traffic(config.strategy.step_kind, device)
     return Loop(
         plan=plan,
@@ -82,7 +93,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         rewind=back,
         stream=training,
         held_out=held_out,
-        saver=Saver(plan, engine, state, checkpointer, emit, gather, stop_flag, saved),
+        saver=Saver(plan, engine, state, checkpointer, emit, gather, stop_flag, saved, memory=memory),
         emit=emit,
         gather=gather,
         stop_flag=stop_flag,
@@ -124,6 +135,12 @@ def _streams(
     return streams.training, streams.held_out, rewind
 
 
+def checkpointer_of(plan: Plan, mode: Literal["min", "max"]) -> Checkpointer:
+    """What writes the checkpoints of a run. Collective."""
+    saves, root = plan.config.checkpoint, Path(plan.run_dir) / "checkpoints"
+    return Checkpointer(root, saves.keep, saves.keep_best, mode, saves.asynchronous, url=saves.url, replicas=saves.replicas)
+
+
 def _engine(plan: Plan, device: str, checkpoint_keys: frozenset[str]) -> Engine:
     model = plan.config.model
     if plan.config.plain:
@@ -155,16 +172,21 @@ class Start:
     checkpoint_keys: frozenset[str]  # names of the models' tensors that are in it, without their section
 
     @classmethod
-    def find(cls, plan: Plan, resume: str) -> Start:
-        """`resume`: a checkpoint folder, or `newest` for the newest whole one. Collective."""
+    def find(cls, plan: Plan, resume: str, memory: Memory | None = None) -> Start:
+        """`resume`: a checkpoint's folder or URL, or `newest` for the newest whole one, on disk or in memory. Collective."""
         verify, skipped = plan.config.checkpoint.verify, []
         path: Path | None = Path(resume)
         if resume == "newest":
-            found = newest(Path(plan.run_dir) / "checkpoints", verify)
+            found = _newest(plan)
+            if memory is not None:
+                later = memory.newest(step_of(found.path.name) or 0 if found.path else 0, lambda state: _misfit(plan, state))
+                found = Found(later.path or found.path, [*later.skipped, *found.skipped])
             path, skipped = found.path, [{"path": str(p), "reason": reason} for p, reason in found.skipped]
             if path is None and skipped:
                 what = "no checkpoint is whole: " + "; ".join(s["reason"] for s in skipped)
                 raise CheckpointError(what, where=plan.run_dir, fix="start again in another folder with run.dir=…")
+        elif is_url(resume):
+            path = fetch(resume, Path(plan.run_dir) / FETCHED)
         else:
             check(Path(resume), verify)
         names = read_manifest(path).tensors if path else ()
@@ -185,9 +207,29 @@ class Start:
             engine.load_state({**saved["engine"], "step": state.step}, tensors)
             if state.step < 0 or state.position < 0:
                 raise CheckpointError(f"state.json says step {state.step}, position {state.position}", where=str(self.path))
+            if self.path.parent.name == FETCHED:
+                RankGroup.all().each(lambda: None)  # all have read it
+                shutil.rmtree(self.path.parent, ignore_errors=True)
         path = None if self.path is None else str(self.path)
         emit(Restore(step=state.step, path=path, seconds=time.time() - began, skipped=self.skipped))
         return state
+
+
+def _newest(plan: Plan) -> Found:
+    """The newest whole checkpoint of a run; where its files may lie on several disks or at a URL, put together on each disk. Collective."""
+    saves, root, mode = plan.config.checkpoint, Path(plan.run_dir) / "checkpoints", plan.config.eval.mode
+    if not saves.apart:
+        return newest(root, saves.verify)
+    ranks = RankGroup.all(error_type=CheckpointError)
+    gatherer = Gatherer(root, saves.verify, Store(saves.url) if saves.url else None, Disks.find(root, ranks))
+    return gatherer.newest(lambda known: best_of(known, mode) if saves.keep_best else None)
+
+
+def _misfit(plan: Plan, state: dict[str, Any]) -> str | None:
+    """Why a state in memory, which nobody has compared with this start's plan yet, is not one to go on from."""
+    changes, keys = refused(Config.model_validate(state["config"]), plan.config, ())
+    identity = plan.data.identity.model_dump() if plan.data and plan.data.identity else None
+    return f"made with another config: {changes}" if keys else "made with other data" if state["data"] != identity else None
 
 
 def set_kernels(plan: Plan) -> None:

@@ -177,14 +177,15 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
     notes(data.left_out)
 
 
-def export(run: Path, to: Path, which: str, dtype: str, adapter: bool, trust: bool = False) -> None:
+def export(run: str, to: Path, which: str, dtype: str, adapter: bool, trust: bool = False) -> None:
     """`drumline export`: a Hugging Face folder, reloaded and compared."""
+    from drumline.checkpoint.remote import at_hand
     from drumline.models.export import Which
     from drumline.models.export import export as write
 
     if which not in ("last", "best") and not which.isdecimal():
         raise UserError(f"no checkpoint {which!r}", where="--which", fix="last, best, or the number of a step")
     choice = cast(Which, int(which) if which.isdecimal() else which)
-    with bars(Console(stderr=True)) as on_progress:
-        result = write(run, to, choice, on_progress, dtype=dtype, adapter=adapter, trust=trust)
+    with at_hand(run, choice) as run_dir, bars(Console(stderr=True)) as on_progress:
+        result = write(run_dir, to, choice, on_progress, dtype=dtype, adapter=adapter, trust=trust)
     print(f"wrote {result.path} in {result.seconds:.1f} s; reloaded, largest difference of logits {result.max_logit_difference:g}")

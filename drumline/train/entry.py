@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from drumline.checkpoint.remote import Store, copy_run_files
 from drumline.core import heartbeat
 from drumline.core.explain import plan_line, strategy_name
 from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
 from drumline.dist.start import Ranks, start, stop
-from drumline.errors import DrumlineError, Preempted, TrainingStopped
+from drumline.errors import DrumlineError, EnvironmentFault, Preempted, TrainingStopped
 from drumline.telemetry import flight
 from drumline.telemetry.events import Emit, Event, EventLog, Export, RunEnd, RunStart, read
 from drumline.telemetry.measure import planned
@@ -71,6 +73,8 @@ def train_on(plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, stop_f
         loop = build(plan, ranks, resume, emit, stop_flag, past, goodput)
         watch.built(loop.engine)
         loop.run()
+        if plan.config.checkpoint.export != "none":
+            loop.saver.checkpointer.gather()  # rank 0 exports alone
 
 
 def watch(plan: Plan) -> None:
@@ -162,6 +166,11 @@ class MainReporter(Reporter):
         super().close(error, goodput)
         for sink in self.sinks:
             sink.close()
+        if (url := self.plan.config.checkpoint.url) is not None:
+            try:
+                copy_run_files(Store(url), Path(self.plan.run_dir))
+            except (OSError, EnvironmentFault) as failure:  # the run is over, and its own folder has them
+                print(f"note: the last events did not reach {url}: {failure}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def join(make_request: Callable[[int], Request], stack: ExitStack, display: bool
     ranks = Ranks.from_environment()
     # Before the data is prepared: other ranks find rank 0 now, wait for its plan, and notice if it dies meanwhile.
     rendezvous()
-    return _plan(make_request, ranks, stack, display) if ranks.rank == 0 else _plan_from_rank_0(ranks)
+    return _plan(make_request, ranks, stack, display) if ranks.rank == 0 else _plan_from_rank_0(ranks, stack)
 
 
 def train_rank(plan: Plan, start: str | None, display: bool) -> None:
@@ -86,7 +86,7 @@ def _plan(make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack
         # The other ranks have read neither the YAML nor its secrets.
         answer = {"plan": plan.model_dump(mode="json"), "resume": start, "lease": lease.token, "secrets": withheld()}
         publish(json.dumps(answer), "plan")
-        _require_shared(run_dir, ranks)
+        _require_shared(plan, ranks)
     except (Exception, Interrupted) as error:
         code = error.exit_code if isinstance(error, DrumlineError) else NOTHING_LOST if isinstance(error, Interrupted) else 1
         for name in ("plan", "go"):  # whichever the other ranks wait for
@@ -100,15 +100,29 @@ def _plan(make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack
     return plan, start
 
 
-def _plan_from_rank_0(ranks: Ranks) -> tuple[Plan, str | None]:
+def _plan_from_rank_0(ranks: Ranks, stack: ExitStack) -> tuple[Plan, str | None]:
     """The other ranks' part: wait for rank 0's plan, and see whether its run folder is this host's, too."""
     answer = _received("plan", ranks)
     os.environ.update(answer["secrets"])
     plan = Plan.model_validate(answer["plan"])
-    shared = has_lease(answer["lease"], Path(plan.run_dir), SHARED_SECONDS)
-    publish("" if shared else socket.gethostname(), f"shared-{ranks.rank}")
+    run_dir = Path(plan.run_dir)
+    shared, mistake = has_lease(answer["lease"], run_dir, SHARED_SECONDS), ""
+    if not shared and plan.config.checkpoint.apart and ranks.local_rank == 0:
+        try:
+            stack.enter_context(Lease(run_dir))  # this host has one of its own
+            _require_fresh(run_dir, answer["resume"])
+        except EnvironmentFault as error:
+            mistake = error.line()
+    publish(mistake or ("" if shared else socket.gethostname()), f"shared-{ranks.rank}")
     _received("go", ranks)
     return plan, answer["resume"]
+
+
+def _require_fresh(run_dir: Path, resume: str | None) -> None:
+    """Raises EnvironmentFault where a run that begins would find checkpoints of another one on this host."""
+    if resume is None and any((run_dir / "checkpoints").glob("step-*")):
+        fix = "add --resume to go on with it, or choose another with run.dir=…"
+        raise EnvironmentFault(f"the run folder is not empty on host {socket.gethostname()}", where=str(run_dir.absolute()), fix=fix)
 
 
 def _received(name: str, ranks: Ranks) -> dict[str, Any]:
@@ -119,13 +133,23 @@ def _received(name: str, ranks: Ranks) -> dict[str, Any]:
     return answer
 
 
-def _require_shared(run_dir: Path, ranks: Ranks) -> None:
-    """Raises EnvironmentFault where another host has another folder of that name, or none: what its ranks save would be lost."""
-    without = sorted({host for rank in range(1, ranks.world_size) if (host := receive(f"shared-{rank}"))})
+def _require_shared(plan: Plan, ranks: Ranks) -> None:
+    """Raises EnvironmentFault where another host has another folder of that name, or none: what its ranks save would be lost, unless
+    checkpoints go further than its own disk."""
+    answers = [receive(f"shared-{rank}") for rank in range(1, ranks.world_size)]
+    without = sorted({answer for answer in answers if answer})
+    if plan.config.checkpoint.apart:
+        mistakes = [answer for answer in without if ": " in answer]
+        if mistakes:
+            raise EnvironmentFault(mistakes[0])
+        return
     if without:
         what = f"host {', '.join(without)} does not have the run folder that rank 0 writes to on host {socket.gethostname()}"
-        where = str(run_dir.absolute())
-        raise EnvironmentFault(what, where=where, fix="put it on storage that all hosts mount at the same place, with run.dir=…")
+        fix = (
+            "put it on storage that all hosts mount at the same place, with run.dir=…; or have each host keep a folder of its own, with"
+            " checkpoint.replicas=1 or checkpoint.url=s3://…"
+        )
+        raise EnvironmentFault(what, where=str(Path(plan.run_dir).absolute()), fix=fix)
 
 
 def _require_as_launched(request: Request, ranks: Ranks) -> None:

@@ -73,7 +73,7 @@ class Loop:
         try:
             self._run()
         except TrainingStopped:
-            self.saver.report(self.saver.checkpointer.wait())
+            self.saver.wait()
             raise
         finally:
             if self.rollouts is not None:
@@ -117,6 +117,11 @@ class Loop:
                 best = _due(config.eval.every, rested, self.state.step) and self.evaluate()
                 if _due(config.checkpoint.every, rested, self.state.step) or (best and config.checkpoint.keep_best) or self.retries:
                     self.save()
+                elif self.saver.memory is not None and _due(config.checkpoint.in_memory_every, rested, self.state.step):
+                    self._land()
+                    heartbeat.beat("save")
+                    with self.goodput.spend("save"):
+                        self.saver.keep_in_memory()
                 rested = self.state.step
             self.saver.report(self.saver.checkpointer.poll())
 
@@ -124,7 +129,9 @@ class Loop:
         """To the newest checkpoint. All ranks come here after the same step."""
         assert self.rewind is not None
         self.seen_step = max(self.seen_step, self.state.step)
-        self.saver.report(self.saver.checkpointer.wait())
+        self.saver.wait()
+        if self.saver.memory is not None:
+            self.saver.memory.forget()  # it may hold what the run turns back from
         self.spikes.passed_over.add(back.position)
         heartbeat.beat("startup")
         with self.goodput.spend("restore"):

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.checkpoint.load import newest, read_state
+from drumline.checkpoint.load import newest_state, read_state
+from drumline.checkpoint.remote import require_unused, state_at
 from drumline.core.config import Config
 from drumline.core.load import Draft, refused, validated
 from drumline.core.plan import Plan
 from drumline.core.resolve import resolve
+from drumline.core.urls import is_url
 from drumline.dist.start import leave_process
 from drumline.errors import CheckpointError, DataError, DrumlineError, EnvironmentFault, UserError
 from drumline.hardware.detect import detect
@@ -33,6 +35,7 @@ OPTIONS = {
     "seed": "run.seed", "device": "run.device", "deterministic": "run.deterministic", "report_to": "run.report_to",
     "sync_batchnorm": "model.sync_batchnorm", "activation_checkpointing": "memory.activation_checkpointing",
     "compile": "compile.enabled", "keep": "checkpoint.keep", "asynchronous": "checkpoint.asynchronous", "on_nan": "health.on_nan",
+    "url": "checkpoint.url", "replicas": "checkpoint.replicas",
     "timeout_seconds": "launch.timeout_seconds", "initial_scale": "precision.initial_scale", "tf32": "precision.tf32",
 }  # fmt: skip
 
@@ -81,12 +84,18 @@ def claim(plan: Plan, resume: object, allow: tuple[str, ...], stack: ExitStack) 
     if not resume and run_dir.is_dir() and any(run_dir.glob("*.jsonl")):
         fix = "go on with it by resume=True, or choose another run_dir"
         raise EnvironmentFault("the run folder is not empty", where=str(run_dir), fix=fix)
-    path = newest(checkpoints, verify=False, alone=True).path if resume is True else Path(str(resume)) if resume else None
-    if path is not None:
-        changes, keys = refused(Config.model_validate(read_state(path)["config"]), plan.config, allow)
+    url = plan.config.checkpoint.url
+    if url and not resume:
+        require_unused(url)
+    found = newest_state(checkpoints, url) if resume is True else None
+    if resume and resume is not True:
+        found = state_at(str(resume)) if is_url(resume) else (str(resume), read_state(Path(str(resume))))
+    if found is not None:
+        path, state = found
+        changes, keys = refused(Config.model_validate(state["config"]), plan.config, allow)
         if keys:
             fix = f"take it back, or accept it with allow={tuple(keys)}"
-            raise CheckpointError(f"the session differs in what the run depends on: {changes}", where=str(path), fix=fix)
+            raise CheckpointError(f"the session differs in what the run depends on: {changes}", where=path, fix=fix)
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
         plan.save(run_dir / "plan.json")

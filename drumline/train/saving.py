@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from drumline.checkpoint.memory import Memory
 from drumline.checkpoint.save import Checkpointer, SaveResult
 from drumline.core.heartbeat import alive
 from drumline.core.plan import Plan
@@ -41,7 +42,9 @@ class Saver:
     stop_flag: StopFlag
     saved_step: int = -1
     resume: tuple[str, str] = ("--resume", "--resume {}")
+    memory: Memory | None = None
     failed: int = 0  # in a row
+    memory_failed: bool = False  # it is reported once
     retry_at: float = math.inf  # the step from which on a failed save is tried again; all ranks come to the same
 
     def save(self, metric: float | None) -> None:
@@ -50,6 +53,21 @@ class Saver:
         self.report(self.checkpointer.wait())
         self.checkpointer.save(self.state.step, self.engine.tensors(), self._dump(), metric)
         self.saved_step = self.state.step
+
+    def keep_in_memory(self) -> None:
+        """Keep the state in the memory of hosts. Collective."""
+        assert self.memory is not None, "checkpoint.in_memory_every is set"
+        for result in self.memory.keep(self.state.step, self.engine.tensors(), self._dump()):
+            if result.error and not self.memory_failed:
+                spent: dict[str, Any] = {"seconds": result.seconds, "blocked_seconds": result.blocked_seconds}
+                self.emit(Save(step=result.step, path=None, bytes=0, error=f"in memory: {result.error}", **spent))
+            self.memory_failed = result.error is not None
+
+    def wait(self) -> None:
+        """Until nothing is on its way to disk or memory."""
+        self.report(self.checkpointer.wait())
+        if self.memory is not None:
+            self.memory.wait()
 
     def save_last(self, metric: float | None) -> None:
         """Leave the run with these very weights on disk. A save that fails is tried again: for `checkpoint.wait_seconds`, and after a stop
@@ -71,6 +89,8 @@ class Saver:
                 if any(over):
                     self._give_up(f"{results[-1].error}; tried for {waited:.0f} s", metric)
                 time.sleep(max(1.0, results[-1].seconds))
+        if self.memory is not None:
+            self.memory.clear()
 
     def leave(self, number: int) -> NoReturn:
         """Raises Preempted: a signal of this number asked the run to stop, and these very weights are saved."""

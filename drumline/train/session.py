@@ -27,7 +27,6 @@ import torch.distributed as dist
 
 from drumline.checkpoint.ranks import Ranks as RankGroup
 from drumline.checkpoint.ranks import RanksError
-from drumline.checkpoint.save import Checkpointer
 from drumline.core.explain import default_run_dir
 from drumline.core.resolve import batch_norm_why
 from drumline.core.signals import StopFlag
@@ -44,7 +43,7 @@ from drumline.parallel.optimizer import MakeOptimizer
 from drumline.parallel.transforms import batch_norms
 from drumline.strategies.build import build_module
 from drumline.telemetry.events import Emit, Eval, Step
-from drumline.train.build import Start
+from drumline.train.build import Start, checkpointer_of
 from drumline.train.entry import MainReporter, Reporter, run_start
 from drumline.train.own import MAIN, Engines, Model, Trained, claim, plan_of, print_error, report, require_one_model, restarted, scalar
 from drumline.train.saving import Saver
@@ -156,8 +155,7 @@ class Session:
         for model in self._models.values() if self.is_first else ():
             for line in batch_norm_why(self.plan.config, self.plan.batch, len(batch_norms(model.engine.model))):
                 print(f"note: {line}", file=sys.stderr)
-        config = self.plan.config.checkpoint
-        checkpointer = Checkpointer(Path(self.plan.run_dir) / "checkpoints", config.keep, config.keep_best, "min", config.asynchronous)
+        checkpointer = checkpointer_of(self.plan, "min")
         self._state = found.restore(self.engines, self.emit, time.time()) if found else TrainState()  # type: ignore[arg-type]
         self._logged = (self.steps, time.time(), self._state.tokens)
         saved, again = self._state.step if found and found.path else -1, ("resume=True", "resume={!r}")

@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from drumline.checkpoint.load import check, newest, read_state
+from drumline.checkpoint.load import check, newest, newest_state, read_state
+from drumline.checkpoint.memory import require_room
+from drumline.checkpoint.remote import Store, require_unused, state_at
 from drumline.core import network
 from drumline.core.config import Config
 from drumline.core.explain import default_run_dir, size
@@ -16,6 +18,7 @@ from drumline.core.load import Request, allowed, refused, to_yaml
 from drumline.core.model import ModelConfig
 from drumline.core.plan import DataIdentity, DataPlan, Plan, RolePlan
 from drumline.core.resolve import batch_norm_why, device_of, processes_of, resolve
+from drumline.core.urls import is_url
 from drumline.data import prepare as data_prepare
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples
@@ -50,7 +53,9 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     """Find the model, prepare the data (a dry run only looks whether it is there) and resolve every number."""
     config, base = request.loaded.config, request.loaded.base_dir
     if request.resume not in (None, "newest"):
-        _named(Path(request.resume or ""))  # before any work is done for nothing
+        _named(request.resume or "")  # before any work is done for nothing
+    if config.checkpoint.url:
+        Store(config.checkpoint.url)
     check_installed(config.run.report_to, base.absolute())
     find_callbacks(config.run.callbacks, base.absolute())
     if config.plain:
@@ -188,6 +193,10 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
     if request.resume is None and there - {EVAL_RESULTS}:
         fix = "add --resume to go on with it, or choose another with run.dir=…"
         raise EnvironmentFault("the run folder is not empty", where=str(run_dir), fix=fix)
+    if request.resume is None and plan.config.checkpoint.url:
+        require_unused(plan.config.checkpoint.url)
+    if plan.config.checkpoint.in_memory_every:
+        require_room(plan.checkpoint_bytes)
     needed, free = plan.checkpoint_bytes if plan.saves else 0, free_bytes(run_dir)  # a run keeps at least one while it writes the next
     if free < needed:
         what = f"one checkpoint needs about {size(needed)}, {size(free)} are free"
@@ -223,29 +232,30 @@ def resume_from(run_dir: Path, request: Request, plan: Plan) -> str | None:
     if request.resume is None:
         return None
     latest = request.resume == "newest"
-    path = newest(run_dir / CHECKPOINTS, verify=False, alone=True).path if latest else _named(Path(request.resume))
-    if path is not None:
-        _check_same_run(path, plan, request.allow)
-    return "newest" if latest else str(path)
+    found = newest_state(run_dir / CHECKPOINTS, plan.config.checkpoint.url) if latest else _named(request.resume)
+    if found is not None:
+        _check_same_run(*found, plan, request.allow)
+    return "newest" if found is None or latest else found[0]
 
 
-def _named(path: Path) -> Path:
-    """A checkpoint folder, or the newest one of a run folder. Raises CheckpointError for anything else."""
-    if (path / CHECKPOINTS).is_dir():
-        found = newest(path / CHECKPOINTS, verify=False, alone=True)
-        if found.path is not None:
-            return found.path
-    check(path, verify=False, alone=True)
-    return path
+def _named(place: str) -> tuple[str, dict[str, Any]]:
+    """A checkpoint, or the newest one of a run, by its folder or URL; and its state. Raises CheckpointError for anything else."""
+    if is_url(place):
+        return state_at(place)
+    path = Path(place)
+    found = newest(path / CHECKPOINTS, verify=False, alone=True).path if (path / CHECKPOINTS).is_dir() else None
+    if found is None:
+        check(path, verify=False, alone=True)
+        found = path
+    return str(found), read_state(found)
 
 
-def _check_same_run(path: Path, plan: Plan, allow: tuple[str, ...]) -> None:
+def _check_same_run(path: str, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]) -> None:
     """Raises CheckpointError where a checkpoint was made with another config or other data, as far as nobody has allowed it."""
-    state = read_state(path)
     changes, keys = refused(Config.model_validate(state["config"]), plan.config, allow)
     if keys:
         fix = f"take the change back, or accept it with --allow {','.join(keys)}"
-        raise CheckpointError(f"the config differs in what the run depends on: {changes}", where=str(path), fix=fix)
+        raise CheckpointError(f"the config differs in what the run depends on: {changes}", where=path, fix=fix)
     now = plan.data.identity if plan.data else None
     if now is None:
         return
@@ -255,6 +265,6 @@ def _check_same_run(path: Path, plan: Plan, allow: tuple[str, ...]) -> None:
     changed = what_changed(DataIdentity.model_validate(state["data"]), now)
     if changed and not (allowed("data", allow) or any(key.startswith("data.train") for key in allow)):
         fix = "bring the old data back, or accept the new with --allow data: some samples may come twice and others never"
-        raise CheckpointError(f"the training data changed since this checkpoint: {changed}", where=str(path), fix=fix)
+        raise CheckpointError(f"the training data changed since this checkpoint: {changed}", where=path, fix=fix)
     if changed:
         notes([f"the training data changed since {path}: {changed}; some samples may come twice and others never"])

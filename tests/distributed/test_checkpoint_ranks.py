@@ -142,7 +142,7 @@ def in_the_way(root: Path, asynchronous: bool) -> list[SaveResult]:
 
     def make_with_obstacle(job: Any) -> Path:
         folder = make(job)
-        (folder / "__1_0.distcp").mkdir()
+        (folder / "__1_0.distcp").mkdir(exist_ok=True)
         return folder
 
     checkpointer._make_folder = make_with_obstacle  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -115,6 +116,20 @@ def test_hosts_that_do_not_share_the_run_folder_do_not_train(config: Path, tmp_p
     (line,) = [line for _, said in ends for line in said.splitlines() if line.startswith("error:")]
     assert socket.gethostname() in line and str(tmp_path / "a" / "run") in line and "does not have the run folder" in line
     assert not (tmp_path / "a" / "run" / "events.jsonl").exists(), "it began"
+
+
+@pytest.mark.full  # tests/faults/test_checkpoint_replicas.py has its parts
+def test_hosts_keep_folders_of_their_own_where_each_has_a_replica(config: Path, tmp_path: Path) -> None:
+    hosts = [tmp_path / "a", tmp_path / "b"]
+    line = ("run.dir=run", "checkpoint.replicas=1")
+    assert [code for code, _ in by_hand(hosts, config, *line, "run.steps=20")] == [0, 0]
+    shutil.rmtree(hosts[0] / "run")
+    refused = by_hand(hosts, config, *line, "run.steps=20")
+    assert [code for code, _ in refused] == [2, 2] and "the run folder is not empty on host" in "".join(said for _, said in refused)
+    assert [code for code, _ in by_hand(hosts, config, *line, "run.steps=40", "--resume", "--allow", "run.steps")] == [0, 0]
+    assert [event["step"] for event in events(hosts[0] / "run", "restore")] == [20], "the other host had it"
+    assert sorted(losses(hosts[0] / "run")) == list(range(21, 41))
+    assert all((host / "run" / "checkpoints" / "step-00000040" / "manifest.json").is_file() for host in hosts)
 
 
 def test_one_plan_and_one_line_for_all_ranks(config: Path, tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ https://kubernetes.io/docs/concepts/workloads/controllers/job (indexed, with a p
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from drumline.errors import DrumlineError, EnvironmentFault
@@ -175,12 +177,18 @@ def checked(manifest: dict[str, Any]) -> dict[str, Any]:
         if kind in ("TrainJob", "JobSet"):
             from kubeflow_trainer_api import models
 
-            model: Any = {"TrainJob": models.TrainerV1alpha1TrainJob, "JobSet": models.JobsetV1alpha2JobSet}[kind]
-            kept = model.from_dict(manifest).to_dict()
+            known: Any = {"TrainJob": models.TrainerV1alpha1TrainJob, "JobSet": models.JobsetV1alpha2JobSet}[kind]
+            kept = known.from_dict(manifest).to_dict()
         else:
             from kubernetes import client
 
-            kept = client.ApiClient().sanitize_for_serialization(getattr(client, f"V1{kind}").from_dict(manifest))
+            api: Any = client.ApiClient()
+            model = getattr(client, f"V1{kind}")
+            if hasattr(model, "from_dict"):
+                made = model.from_dict(manifest)
+            else:  # before version 37 the API's client makes objects, out of an answer of a server
+                made = api.deserialize(SimpleNamespace(data=json.dumps(manifest)), f"V1{kind}")
+            kept = api.sanitize_for_serialization(made)
     except ImportError:
         raise missing() from None
     if lost := _lost(manifest, kept, kind):
