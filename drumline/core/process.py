@@ -259,10 +259,10 @@ def run_module(module: str, question: str = "", seconds: float | None = None, ke
 def output_of(command: Sequence[str], seconds: float) -> str | None:
     """What a command prints; None where it is not there, fails, or takes longer than `seconds`."""
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=True)
-    except (OSError, subprocess.SubprocessError):
+        code, out, _ = run_command(command, seconds=seconds)
+    except OSError:
         return None
-    return done.stdout
+    return out if code == 0 else None
 
 
 def start_module(module: str, *arguments: str, keeps: Sequence[int]) -> subprocess.Popen[bytes]:
@@ -272,9 +272,17 @@ def start_module(module: str, *arguments: str, keeps: Sequence[int]) -> subproce
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=keeps, start_new_session=True)
 
 
-def run_command(command: Sequence[str]) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of a command. Raises OSError."""
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, stdin=subprocess.DEVNULL)
+def run_command(
+    command: Sequence[str], question: str = "", seconds: float | None = None, folder: str | None = None
+) -> tuple[int | None, str, str]:
+    """(exit code, stdout, stderr) of a command in `folder`, with `question` on its stdin; no code where it takes more than `seconds`.
+    Raises OSError."""
+    try:
+        done = subprocess.run(
+            command, input=question, timeout=seconds, cwd=folder, capture_output=True, text=True, errors="replace", check=False
+        )
+    except subprocess.TimeoutExpired:
+        return None, "", ""
     return done.returncode, done.stdout, done.stderr
 
 

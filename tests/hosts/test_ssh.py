@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -43,7 +44,7 @@ def ssh(two: dict[str, Host]) -> Path:
 
 
 def config(folder: Path, model: Path, ssh: Path, launch: dict[str, Any] | None = None, **sections: Any) -> Path:
-    over = {"kind": "ssh", "hosts": ["a:1", "b:1"], "options": ["-F", str(ssh)], **(launch or {})}
+    over = {"kind": "ssh", "hosts": ["a:1", "b:1"], "options": ["-F", str(ssh)], "preflight": False, **(launch or {})}
     return write_config(folder, model, launch=over, **{"data": {"packing": False, "eval": []}, "run": {"steps": 8}, **sections})
 
 
@@ -75,11 +76,21 @@ def rank_on(host: Host) -> int:
 
 
 def test_same_losses_as_two_ranks_of_one_machine(two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path) -> None:
-    path = config(tmp_path, model, ssh)
+    path = config(tmp_path, model, ssh, launch={"preflight": True})
     code, out = ended(two["a"].start(*TRAIN, path), 280)
     assert code == 0, out
     assert losses(tmp_path / "run") == pytest.approx(losses(local(path, tmp_path / "local")), rel=1e-5)
     assert not left(two, tmp_path / "run")
+
+
+def test_the_doctor_looks_at_both_hosts(two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path) -> None:
+    path = config(tmp_path, model, ssh)
+    _, out = ended(two["a"].start(sys.executable, "-m", "drumline", "doctor", path, "--bandwidth", "--json"), 280)
+    found = {host["name"]: {check["name"]: check for check in host["checks"]} for host in json.loads(out[out.index("{") :])["hosts"]}
+    assert found.keys() == {"a", "b", "all"} and {"versions", "peer name", "run folder", "model", "data"} <= found["b"].keys(), out
+    assert found["all"].keys() == {"hosts", "all-reduce", "clocks", "a ↔ b"}, out
+    assert all(found["all"][name]["verdict"] == "ok" for name in ("hosts", "all-reduce", "clocks")), out
+    assert not left(two, path)
 
 
 def test_a_killed_rank_is_named_with_its_host_and_the_losses_are_the_same(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from drumline.core.launcher import LauncherSpec, OnOutOfMemory
+from drumline.core.launcher import LauncherSpec, OnOutOfMemory, Reached
 from drumline.core.plan import Plan
 from drumline.core.section import PathText, Section
 from drumline.hardware.detect import Machine
@@ -51,6 +51,9 @@ class SSHLauncher(LauncherSpec):
     )
     python: PathText | None = Field(None, description="The interpreter on the hosts; null: the path of this one.")
     workdir: PathText | None = Field(None, description="The folder on the hosts that relative paths begin in; null: the path of this one.")
+    preflight: bool = Field(
+        True, description="Before a run of several hosts: compare versions, names, ports, clocks and disks, and make one all-reduce."
+    )
     options: tuple[str, ...] = Field((), description="More arguments of ssh, such as [-i, KEY] or [-p, '2222'].")
 
     @field_validator("hosts")
@@ -111,9 +114,16 @@ class SSHLauncher(LauncherSpec):
         return submission(self, plan, plan_path, resume)
 
     def compare(self, plan: Plan, early: Hosts) -> None:
-        from drumline.launchers.ssh.start import compare
+        from drumline.launchers.ssh.start import compare, preflight_of
 
         compare(plan, early)
+        if self.preflight and len(self.hosts) > 1:
+            preflight_of(self, plan)
+
+    def reach(self) -> Mapping[str, Reached]:
+        from drumline.launchers.ssh.start import reach
+
+        return reach(self)
 
     def start(
         self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: OnOutOfMemory, early: Hosts

@@ -12,12 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drumline.core.launcher import Reached
 from drumline.core.network import address_of, addresses, handed_on, is_here, is_loopback, source_address
 from drumline.core.plan import Plan
 from drumline.core.process import Helper, exit_code, run_command, tied
 from drumline.core.redact import redact
 from drumline.errors import EnvironmentFault
-from drumline.hardware.detect import Machine
+from drumline.hardware.detect import Machine, detect
 from drumline.launchers import lease
 from drumline.launchers.hosts.coordinator import Hosts
 from drumline.launchers.hosts.elastic import ElasticHosts
@@ -79,10 +80,10 @@ def local_command(spec: SSHLauncher) -> list[str]:
     return [spec.python or sys.executable, *tied(AGENT)]
 
 
-def ssh_command(spec: SSHLauncher, name: str) -> list[str]:
+def ssh_command(spec: SSHLauncher, name: str, module: str = AGENT) -> list[str]:
     """ssh hands its last argument to a shell on the host."""
     folder, python = spec.workdir or str(Path.cwd()), spec.python or sys.executable
-    remote = f"cd {shlex.quote(folder)} && exec {shlex.join([python, '-u', '-m', AGENT])}"
+    remote = f"cd {shlex.quote(folder)} && exec {shlex.join([python, '-u', '-m', module])}"
     return ["ssh", *OPTIONS, *spec.options, name.replace("[", "").replace("]", ""), remote]
 
 
@@ -108,6 +109,22 @@ def gathered(spec: SSHLauncher) -> Hosts:
             leave(spec)
             raise
     return _gathered[spec]
+
+
+def reach(spec: SSHLauncher) -> dict[str, Reached]:
+    """Each host, for `drumline doctor`: no agent is needed. Raises EnvironmentFault for a name without an address."""
+    found = {place: next(iter(_addresses(spec, place)), "") for place in spec.places}
+    here = {place for place, address in found.items() if address and is_here(address)}
+    own = _own_address(spec, [address for address in found.values() if address])
+    return {place: Reached(own if place in here else found[place], partial(_run, spec, place, place in here)) for place in spec.places}
+
+
+def _run(spec: SSHLauncher, name: str, here: bool, module: str, question: str, seconds: float) -> tuple[int | None, str, str]:
+    command = [spec.python or sys.executable, "-m", module] if here else ssh_command(spec, name, module)
+    try:
+        return run_command(command, question, seconds, spec.workdir if here else None)
+    except OSError as error:
+        return 1, "", f"{error.filename or command[0]}: {error.strerror}"
 
 
 def leave(spec: SSHLauncher) -> None:
@@ -202,6 +219,17 @@ def compare(plan: Plan, hosts: Hosts) -> None:
             if theirs != own[path]:
                 what = f"host {name} " + ("does not have it" if theirs is None else "has other files there")
                 raise EnvironmentFault(what, where=path, fix="copy this host's there, or put it on storage that all hosts mount")
+
+
+def preflight_of(spec: SSHLauncher, plan: Plan) -> None:
+    """`launch.preflight`. Raises EnvironmentFault with the first check that failed."""
+    from drumline.doctor.host import Question
+    from drumline.doctor.hosts import preflight
+
+    question = Question(run_dir=str(Path(plan.run_dir).absolute()), interface=spec.interface)
+    inter = plan.config.cluster.inter if plan.config.cluster else ""
+    for line in preflight(reach(spec), question, detect(), inter):
+        print(f"note: {line}", file=sys.stderr)
 
 
 def submission(spec: SSHLauncher, plan: Plan, plan_path: Path, resume: str | None) -> str:
