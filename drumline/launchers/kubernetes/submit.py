@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from drumline.launchers.kubernetes.spec import KubernetesLauncher
 
 EXPERIMENTAL = "note: launch.kind kubernetes is experimental: its tests know the API's requests and answers, but have no cluster"
+LOADED = ("chat_template", "calibration")  # files that `core.load` finds; code (path.py:Name) is found by the registry
 LONGEST_NAME = 36  # characters; 63 are left for what the operators append
 
 
@@ -72,13 +73,13 @@ def submission_of(launch: KubernetesLauncher, request: Request) -> Submission:
     return Submission(launch, f"run-{stem}-{secrets.token_hex(3)}", text, path, command)
 
 
-def relative(value: Any, base: str) -> Any:
-    """The config's values with paths that begin with `base` relative to it again: in the container it is another folder."""
+def relative(value: Any, base: str, key: str = "") -> Any:
+    """The config's values; those that loading has made absolute are relative to the config again, which lies elsewhere in the container."""
     if isinstance(value, dict):
-        return {key: relative(inner, base) for key, inner in value.items()}
+        return {name: relative(inner, base, name) for name, inner in value.items()}
     if isinstance(value, list):
         return [relative(inner, base) for inner in value]
-    return value.removeprefix(base) if isinstance(value, str) else value
+    return value.removeprefix(base) if isinstance(value, str) and (key in LOADED or ".py:" in value) else value
 
 
 def require_secrets(config: str, launch: KubernetesLauncher) -> None:
