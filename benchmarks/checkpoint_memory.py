@@ -51,8 +51,7 @@ def work(folder: str) -> dict[str, Any]:
     from drumline.dist.start import start, stop
     from drumline.models.build import lay_out
     from drumline.models.head import ForwardWithObjective
-    from drumline.models.names import canonical_tensors
-    from drumline.models.shards import Values
+    from drumline.models.shards import Values, canonical_tensors
     from drumline.parallel.norms import local
     from drumline.parallel.optimizer import build_optimizer, optimizer_tensors
     from drumline.strategies.fsdp2.spec import FSDP2Strategy

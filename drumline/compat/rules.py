@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from drumline.compat.sheet import AUTO, Old, Sheet, contradiction, refuse, shown
-from drumline.core.by_name import nearest
+from drumline.core.registry import nearest
 
 Rule = Callable[[Sheet, Old], None]
 Convert = Callable[[Old], Any]

@@ -10,8 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from drumline.core.by_name import call_object
-from drumline.core.registry import Registered, Spec
+from drumline.core.registry import Registered, Spec, call_object
 from drumline.core.section import MOST_SEED, Amount, PathText, Section, Steps
 
 Forms = tuple[tuple[str, ...], ...]  # the columns of a row, one tuple for each form that it may have

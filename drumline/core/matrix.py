@@ -7,9 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from drumline.core.by_name import entry_points, package_of
 from drumline.core.config import Config
-from drumline.core.registry import kinds
+from drumline.core.registry import entry_points, kinds, package_of
 from drumline.core.rule import Case
 from drumline.core.rules import check_rules
 from drumline.core.strategy import StrategySpec

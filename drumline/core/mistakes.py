@@ -13,9 +13,8 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from drumline.core.by_name import nearest
 from drumline.core.config import Config
-from drumline.core.registry import Spec, kinds, literal_kinds
+from drumline.core.registry import Spec, kinds, literal_kinds, nearest
 from drumline.core.yaml_lines import Place
 from drumline.errors import ConfigError
 

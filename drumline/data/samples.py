@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from drumline.core.by_name import find_object
 from drumline.core.data import PythonSource, Source
 from drumline.core.plan import BatchPlan, DataIdentity
+from drumline.core.registry import find_object
 from drumline.data.sources import describe
 from drumline.data.stream import GlobalOrder, assign
 from drumline.errors import DataError

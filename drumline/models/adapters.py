@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from drumline.core.by_name import nearest
 from drumline.core.config import Adapter, LoRAConfig
 from drumline.core.model import ModelConfig
+from drumline.core.registry import nearest
 from drumline.dist.seeds import derive, drawing
 from drumline.errors import EnvironmentFault, ModelError
 from drumline.models.blocks import blocks

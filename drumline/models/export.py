@@ -30,8 +30,8 @@ from drumline.models.classes import LM, auto_class, is_vision_language, reads_im
 from drumline.models.files import OnProgress, beside, quiet, tokenizer_folder
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config, load_tokenizer, pad_token_id
-from drumline.models.names import canonical_tensors
 from drumline.models.scores import VALUE, grey_image
+from drumline.models.shards import canonical_tensors
 from drumline.models.small import probe
 from drumline.models.vision import copy_processor, load_processor
 

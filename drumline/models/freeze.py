@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from drumline.core.by_name import nearest
+from drumline.core.registry import nearest
 from drumline.errors import ModelError
 
 WHERE = "model.freeze"

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from drumline.core.by_name import nearest
 from drumline.core.config import Adapter, LoRAConfig
 from drumline.core.facts import ModelFacts
 from drumline.core.model import Head, ModelConfig
+from drumline.core.registry import nearest
 from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import first_line, judged, read_text
 from drumline.models import adapters

@@ -11,13 +11,13 @@ from safetensors.torch import save_model
 from torch import nn
 
 from drumline.checkpoint.load import best_or_latest, load, pointed
-from drumline.core.by_name import find_function, imported
 from drumline.core.model import ModelConfig
 from drumline.core.plan import Plan
+from drumline.core.registry import find_function, imported
 from drumline.dist.seeds import derive, drawing
 from drumline.errors import CheckpointError
 from drumline.models.freeze import freeze
-from drumline.models.names import canonical_tensors
+from drumline.models.shards import canonical_tensors
 
 
 def own_build(plan: Plan) -> Callable[[], nn.Module]:

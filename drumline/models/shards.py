@@ -27,7 +27,6 @@ from drumline.core.model import ModelConfig
 from drumline.dist.seeds import derive, drawing
 from drumline.models import adapters
 from drumline.models.load import find_file
-from drumline.models.names import file_name
 from drumline.vendor.torch import compute_local_shape_and_global_offset
 
 Init = Callable[[nn.Module], None]
@@ -310,3 +309,27 @@ def _depth_first(module: nn.Module, init: Init) -> None:
     for child in module.children():
         _depth_first(child, init)
     init(module)
+
+
+def canonical_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """`model.<fqn>` → the model's tensor, for each trainable parameter (tied ones once, under the first name) and persistent buffer. Frozen
+    parameters are left out: building the model again gives them."""
+    tensors = {f"model.{name}": parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return tensors | {f"model.{name}": buffer for name, buffer in _persistent(model)}
+
+
+def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """`<fqn>` → the model's tensor, for each parameter, frozen or not (tied ones once, under the first name), and persistent buffer."""
+    return dict(model.named_parameters()) | dict(_persistent(model))
+
+
+def _persistent(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def file_name(name: str) -> str:
+    """The name of a tensor in the model's files: without the part for the base layer of an adapter."""
+    return name.replace(".base_layer.", ".")

@@ -17,8 +17,7 @@ from torch import nn
 
 from drumline.dist.seeds import derive, drawing
 from drumline.errors import ModelError
-from drumline.models.names import file_name
-from drumline.models.shards import Loaded, Source, Whole, copy_part
+from drumline.models.shards import Loaded, Source, Whole, copy_part, file_name
 from drumline.vendor.torch import TorchDispatchMode, device_constructors, tree_leaves, tree_map_only
 
 logger = logging.getLogger(__name__)

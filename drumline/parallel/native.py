@@ -20,8 +20,7 @@ from drumline.errors import ModelError
 from drumline.models import adapters
 from drumline.models.blocks import tensor_plan
 from drumline.models.head import ForwardWithObjective
-from drumline.models.names import all_tensors, canonical_tensors
-from drumline.models.shards import Values
+from drumline.models.shards import Values, all_tensors, canonical_tensors
 from drumline.parallel.compress import compress_ddp
 from drumline.parallel.context_parallel import apply_context_parallel
 from drumline.parallel.data_parallel import BucketedAllReduce, Replicated, Sharded, Spread, Unreplicated

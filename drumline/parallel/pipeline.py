@@ -21,8 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from drumline.core.plan import Plan
 from drumline.dist.mesh import device_mesh
 from drumline.models import adapters
-from drumline.models.names import all_tensors
-from drumline.models.shards import Values
+from drumline.models.shards import Values, all_tensors
 from drumline.parallel.data_parallel import Spread
 from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, total
 from drumline.parallel.native import ForwardEngine, NativeEngine, spread_over_data, whole

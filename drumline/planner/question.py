@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from drumline.core.by_name import entry_points, package_of
 from drumline.core.cluster import cluster_from_string
 from drumline.core.config import Config
 from drumline.core.load import Loaded, load_text, reader
 from drumline.core.model import ModelConfig
 from drumline.core.plan import DataPlan, RolePlan
+from drumline.core.registry import entry_points, package_of
 from drumline.errors import ConfigError, DataError, ModelError, UserError
 from drumline.hardware.cluster import Cluster, calibration_for
 from drumline.hardware.detect import detect

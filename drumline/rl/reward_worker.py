@@ -25,8 +25,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from drumline.core.by_name import find_function
 from drumline.core.redact import redact, redacted_streams, reveal
+from drumline.core.registry import find_function
 from drumline.core.rollouts import FunctionReward, MathReward, RegexReward, Reward, TaskReward
 from drumline.errors import ConfigError, DrumlineError
 from drumline.rl.rewards import LARGEST, Channel

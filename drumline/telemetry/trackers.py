@@ -15,9 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from drumline.core.by_name import find_function, find_object
 from drumline.core.files import write_whole
 from drumline.core.redact import plain, redact
+from drumline.core.registry import find_function, find_object
 from drumline.errors import ConfigError, EnvironmentFault
 from drumline.foreign import first_line
 from drumline.telemetry.events import Eval, Event, Restore, Rollout, Save, Step

@@ -43,7 +43,7 @@ def main(folder: Path) -> None:
     from drumline.core.mesh import Mesh
     from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
     from drumline.dist.start import start, stop
-    from drumline.models.names import canonical_tensors
+    from drumline.models.shards import canonical_tensors
     from drumline.parallel.transforms import agree_on_statistics, apply_ddp, apply_sync_batchnorm, batch_norms
     from drumline.strategies.fsdp2.transform import apply_fsdp2
     from tests.strategies import DDPStrategy, FSDP2Strategy

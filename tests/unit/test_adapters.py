@@ -20,7 +20,7 @@ from drumline.models import adapters
 from drumline.models.build import build_model
 from drumline.models.export import export
 from drumline.models.load import facts, load_config
-from drumline.models.names import canonical_tensors
+from drumline.models.shards import canonical_tensors
 from tests.tiny import tiny_model_dir
 
 IDS = torch.arange(24)[None] * 7 % 300

@@ -20,7 +20,7 @@ from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault
 from drumline.models import export as module
 from drumline.models.build import build_model
 from drumline.models.export import export
-from drumline.models.names import canonical_tensors
+from drumline.models.shards import canonical_tensors
 from tests.tiny import CHATML, tiny_model_dir
 
 TEMPLATE = CHATML + "{# own #}"

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 import drumline
-from drumline.core.by_name import entry_points
 from drumline.core.launcher import LauncherSpec
 from drumline.core.load import load_values, schema
 from drumline.core.matrix import as_text
-from drumline.core.registry import _of_package, _own, kinds
+from drumline.core.registry import _of_package, _own, entry_points, kinds
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.planner.question import find_model
 from drumline.train.command import requested

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from drumline.core.by_name import entry_points
 from drumline.core.load import Loaded, load, load_text, schema
 from drumline.core.plan import Plan
-from drumline.core.registry import _of_package, _own, find, kinds, make
+from drumline.core.registry import _of_package, _own, entry_points, find, kinds, make
 from drumline.core.strategy import StrategySpec
 from drumline.errors import ConfigError
 

@@ -21,7 +21,7 @@ from drumline.models.classes import with_classes
 from drumline.models.export import export
 from drumline.models.head import can_split, outputs, split
 from drumline.models.load import facts, load_config
-from drumline.models.names import canonical_tensors
+from drumline.models.shards import canonical_tensors
 from drumline.models.small import Tokens
 from tests.tiny import tiny_model_dir
 

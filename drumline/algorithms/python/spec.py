@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from drumline.core.algorithm import AlgorithmSpec, HeadOutput
-from drumline.core.by_name import find_object
 from drumline.core.data import Forms
 from drumline.core.plan import Plan
+from drumline.core.registry import find_object
 from drumline.core.section import PathText
 
 if TYPE_CHECKING:

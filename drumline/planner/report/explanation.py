@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from drumline.core.by_name import nearest
 from drumline.core.estimate import FITS, TIGHT
 from drumline.core.explain import count
 from drumline.core.plan import Layout
+from drumline.core.registry import nearest
 from drumline.errors import UserError
 from drumline.planner.report.table import CATEGORIES, SECONDS, gradients_at_peak
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number

@@ -22,7 +22,7 @@ from torch import nn
 
 from drumline.core.plan import Plan
 from drumline.dist.reduce import add_up
-from drumline.models.names import canonical_tensors
+from drumline.models.shards import canonical_tensors
 from drumline.parallel.data_parallel import buckets
 from drumline.parallel.native import NativeEngine
 from drumline.vendor.torch import foreach_copy_

@@ -32,9 +32,8 @@ from drumline.core.mesh import share
 from drumline.core.plan import Plan
 from drumline.core.redact import reveal
 from drumline.models.head import ForwardWithObjective, any_batch, split
-from drumline.models.names import all_tensors, canonical_tensors
 from drumline.models.scores import score_head
-from drumline.models.shards import Values
+from drumline.models.shards import Values, all_tensors, canonical_tensors
 from drumline.parallel.data_parallel import Spread
 from drumline.parallel.engine import DeviceSums, added
 from drumline.parallel.native import LOW_PRECISION, ForwardEngine, Plain, lowered, precise
