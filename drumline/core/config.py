@@ -92,12 +92,10 @@ class ScheduleConfig(Section):
     decay_ratio: float = Field(0.2, gt=0, le=1, description="wsd: the fraction of all steps that decays.")
 
     def rate(self, step: int, steps: int, warmup: int) -> float:
-        """The learning rate of step `step` (counted from 0) of `steps`, as a fraction of the peak.
-
-        Warm-up rises linearly, from 0 or from one step above it, and reaches the peak at step `warmup`. Then: constant; linear to
-        `min_ratio`; cosine to `min_ratio` (Loshchilov & Hutter 2017, one half period); wsd: constant, and linear to `min_ratio` over the
-        last `decay_ratio` of all steps (Hu et al. 2024). The last step still trains: it gets the rate just above the end of the course.
-        """
+        """The learning rate of step `step` (counted from 0) of `steps`, as a fraction of the peak. Warm-up rises linearly, from 0 or from
+        one step above it, and reaches the peak at step `warmup`. Then: constant; linear to `min_ratio`; cosine to `min_ratio` (Loshchilov &
+        Hutter 2017, one half period); wsd: constant, and linear to `min_ratio` over the last `decay_ratio` of all steps (Hu et al. 2024).
+        The last step still trains: it gets the rate just above the end of the course."""
         if step < warmup:
             return step / warmup if self.warmup_from_zero else (step + 1) / (warmup + 1)
         if self.kind == "constant":

@@ -212,11 +212,9 @@ def copies_buffers(layout: Layout, facts: ModelFacts, mine: Part, state: State, 
 
 def send_gradients(volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None) -> None:
     """Gradients in fp32, once a step. Copies of parts (tp, pp) have flat buckets, with a flag for each gradient. DDP: before the step's
-    first forward the buffers of the first rank go to all.
-
-    int8 and topk work bucket by bucket, and which bucket a gradient is in depends on the order in which backward makes them: exact where
-    one bucket holds all; else int8 sends up to 1.02 × 256 × ranks bytes a bucket more, topk up to 4 × (ranks − 1) more or fewer.
-    """
+    first forward the buffers of the first rank go to all. int8 and topk work bucket by bucket, and which bucket a gradient is in depends on
+    the order in which backward makes them: exact where one bucket holds all; else int8 sends up to 1.02 × 256 × ranks bytes a bucket more,
+    topk up to 4 × (ranks − 1) more or fewer."""
     mesh, options = layout.mesh, layout.strategy.copies()
     ranks, compression = mesh.data_ranks * mesh.cp, options.compression
     if mesh.tp * mesh.pp > 1:

@@ -110,11 +110,9 @@ class Estimate(Frozen):
 
 class Activations(Frozen):
     """Of the whole model on one rank, at a layout's length, precision, checkpointing, adapter and tensor parallelism. Bytes for each token
-    (rows × length, of context parallelism this rank's part) of a micro-batch; gradients of weights are never among them.
-
-    With n blocks, n × saved_block + saved_ends are there when the objective begins. live_forward and live_backward come on top of what is
-    saved of blocks up to the one that computes (the ends are in them), live_loss and live_loss_backward on top of all that is saved.
-    """
+    (rows × length, of context parallelism this rank's part) of a micro-batch; gradients of weights are never among them. With n blocks, n ×
+    saved_block + saved_ends are there when the objective begins. live_forward and live_backward come on top of what is saved of blocks up
+    to the one that computes (the ends are in them), live_loss and live_loss_backward on top of all that is saved."""
 
     saved_block: float = Field(description="Kept from a block's forward to its backward.")
     saved_ends: float = Field(description="The same of embedding, last norm and head's input; logits are not counted.")

@@ -89,11 +89,10 @@ class Interrupted(BaseException):
 
 
 class Stoppable(Signals):
-    """Around work that has nothing to save, such as planning and tokenising: the first signal kills the processes that were started for
-    it and raises Interrupted in the main thread, which removes what is half written. A Ctrl-C after it does not wait for that.
-
-    Python swallows what is raised while it runs a finaliser or another callback, and prints a traceback. Here it prints none, and
-    Interrupted is raised at the end instead."""
+    """Around work that has nothing to save, such as planning and tokenising: the first signal kills the processes that were started for it
+    and raises Interrupted in the main thread, which removes what is half written. A Ctrl-C after it does not wait for that. Python swallows
+    what is raised while it runs a finaliser or another callback, and prints a traceback. Here it prints none, and Interrupted is raised at
+    the end instead."""
 
     numbers = (*Signals.numbers, signal.SIGHUP)
 

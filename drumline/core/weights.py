@@ -146,10 +146,8 @@ def tp_ranks(facts: ModelFacts, tp: int) -> tuple[tuple[int, float], ...]:
 def cut_weights(facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int, wrap: tuple[str, ...] | None) -> Counter[str]:
     """Entries of the model on rank `rank` of `tp`. `units`, `root`: FSDP2's shards, filled up, of what is gathered by blocks and of the
     rest; `…_trainable`: of these, of trainable weights, `…_low`: of frozen ones of two dimensions and more. `trainable`: without FSDP2's
-    cut; `tied`: of these, on both ends. And numbers of trainable weights: `tensors`; `cut`, `uncut` by tensor parallelism.
-
-    `staged`: of all stages of a pipeline together. `wrap`: classes whose modules FSDP2 gathers by themselves; None: the model's own
-    blocks."""
+    cut; `tied`: of these, on both ends. And numbers of trainable weights: `tensors`; `cut`, `uncut` by tensor parallelism. `staged`: of all
+    stages of a pipeline together. `wrap`: classes whose modules FSDP2 gathers by themselves; None: the model's own blocks."""
     sums = Counter[str]()
     for weight, number in weights_of(facts, staged):
         whole, here = number * part(weight, tp, 1, rank), number * part(weight, tp, shards, rank)

@@ -117,12 +117,10 @@ def learned_segment(tokens: int) -> Segment:
 
 @dataclass(frozen=True)
 class PairBatch(TokenBatch):
-    """A TokenBatch whose row p is the chosen side of a pair and row P + p its rejected one.
-
-    Targets are the answers' tokens. `real_P`: fp32, 1 for a pair, 0 for a filler, which weighs nothing. `margin_P`: fp32, NaN without a
-    margin in the data. `reference_B`: fp64, log-probability of each answer under the reference model; None until it is known. `samples_P`:
-    int64, numbers of the pairs in their cache, −1 for fillers. `weight`: the number of real pairs.
-    """
+    """A TokenBatch whose row p is the chosen side of a pair and row P + p its rejected one. Targets are the answers' tokens. `real_P`:
+    fp32, 1 for a pair, 0 for a filler, which weighs nothing. `margin_P`: fp32, NaN without a margin in the data. `reference_B`: fp64,
+    log-probability of each answer under the reference model; None until it is known. `samples_P`: int64, numbers of the pairs in their
+    cache, −1 for fillers. `weight`: the number of real pairs."""
 
     real_P: torch.Tensor
     samples_P: torch.Tensor

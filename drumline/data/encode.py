@@ -65,12 +65,10 @@ class PromptRows:
 
 
 class PairRows:
-    """Encodes pairs as two segments, chosen first: the prompt and an answer, whose tokens are the targets.
-
-    With a chat template a text is a turn of the user or the assistant; without one, and for two texts without a prompt, it is taken as it
-    is and closed by the end-of-sequence token. Without a `prompt` column the prompt is the common start of both sides; with one, messages
-    may repeat it. A margin goes into the sample's meta.
-    """
+    """Encodes pairs as two segments, chosen first: the prompt and an answer, whose tokens are the targets. With a chat template a text is a
+    turn of the user or the assistant; without one, and for two texts without a prompt, it is taken as it is and closed by the
+    end-of-sequence token. Without a `prompt` column the prompt is the common start of both sides; with one, messages may repeat it. A
+    margin goes into the sample's meta."""
 
     def __init__(self, tokenizer: Any, data: DataConfig) -> None:
         if data.learn_on != "assistant":

@@ -18,12 +18,9 @@ Tokens = npt.NDArray[np.int64]
 @dataclass(frozen=True)
 class Episodes:
     """All episodes of a rollout, the same on every rank. `mask_NM` bool: the tokens of the completions. The other tensors are fp32 on the
-    host, and 0 outside of the mask:
-
-    `log_probs` (of the policy that sampled, by the engine) and `sampler_log_probs` (by the generator), `reference`, `values`, `advantages`,
-    `returns`; `weights_NM`: of a token in the loss; `weight_N`: of an episode in the denominator of the loss. `ended_N` bool: the
-    completion was not cut before its end.
-    """
+    host, and 0 outside of the mask: `log_probs` (of the policy that sampled, by the engine) and `sampler_log_probs` (by the generator),
+    `reference`, `values`, `advantages`, `returns`; `weights_NM`: of a token in the loss; `weight_N`: of an episode in the denominator of
+    the loss. `ended_N` bool: the completion was not cut before its end."""
 
     prompts: list[Tokens]
     completions: list[Tokens]

@@ -156,11 +156,9 @@ def count_images(metas: Sequence[bytes]) -> dict[str, int]:
 @dataclass(frozen=True)
 class VisionBatch(TokenBatch):
     """A TokenBatch with its images. `rope_3BT` int64: position in time, height and width of each token, as the model's get_rope_index
-    counts them, restarted in each segment. `pixels_PD` float32; `grid_N3` int64: patches in time, height, width.
-
-    A micro-batch of text alone has one image of zeros, with its one token in the padding, where no target depends on it. So the vision
-    tower runs in every micro-batch of every rank, which the collectives of DDP, FSDP2 and ZeRO require, and no number changes.
-    """
+    counts them, restarted in each segment. `pixels_PD` float32; `grid_N3` int64: patches in time, height, width. A micro-batch of text
+    alone has one image of zeros, with its one token in the padding, where no target depends on it. So the vision tower runs in every
+    micro-batch of every rank, which the collectives of DDP, FSDP2 and ZeRO require, and no number changes."""
 
     rope_3BT: torch.Tensor
     pixels_PD: torch.Tensor

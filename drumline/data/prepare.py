@@ -255,12 +255,10 @@ def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: I
 
 
 def pack(lengths: Sequence[int] | npt.NDArray[np.integer], capacity: int) -> list[list[int]]:
-    """Groups of whole rows with at most `capacity` tokens each; every row is in exactly one group.
-
-    Best-fit decreasing (Johnson 1973: at most 11/9 of the fewest possible groups, plus 4): rows from the longest down, each into the
-    fullest group with room for it. The distinct free rooms are in a sorted list, so a row costs two binary searches: O(n log n). Ties go by
-    row index, so the same lengths give the same groups everywhere. Rows in a group, and groups by their first row, are in row order.
-    """
+    """Groups of whole rows with at most `capacity` tokens each; every row is in exactly one group. Best-fit decreasing (Johnson 1973: at
+    most 11/9 of the fewest possible groups, plus 4): rows from the longest down, each into the fullest group with room for it. The distinct
+    free rooms are in a sorted list, so a row costs two binary searches: O(n log n). Ties go by row index, so the same lengths give the same
+    groups everywhere. Rows in a group, and groups by their first row, are in row order."""
     sizes = np.asarray(lengths, dtype=np.int64)
     if not len(sizes):
         return []
@@ -293,12 +291,10 @@ def pack(lengths: Sequence[int] | npt.NDArray[np.integer], capacity: int) -> lis
 
 
 def cut(starts: Ints, stops: Ints, capacity: int) -> tuple[Ints, Ints]:
-    """Sequences of `capacity` tokens, for pretraining: documents are joined end to end, and the stream is cut.
-
-    Documents are ranges [starts, stops) in a token file. Returns `segments` int64[S, 2], ranges of the same file in stream order, and
-    `offsets` int64[N + 1]: sequence i is segments offsets[i]..offsets[i + 1]. A document with a cut inside continues as a new segment. Only
-    the last sequence may be shorter.
-    """
+    """Sequences of `capacity` tokens, for pretraining: documents are joined end to end, and the stream is cut. Documents are ranges
+    [starts, stops) in a token file. Returns `segments` int64[S, 2], ranges of the same file in stream order, and `offsets` int64[N + 1]:
+    sequence i is segments offsets[i]..offsets[i + 1]. A document with a cut inside continues as a new segment. Only the last sequence may
+    be shorter."""
     ends = np.cumsum(stops - starts)
     total = int(ends[-1]) if len(ends) else 0
     if not total:

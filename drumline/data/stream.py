@@ -26,12 +26,10 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the step of Spli
 
 
 class GlobalOrder:
-    """The endless sequence of sample ids: epoch e is positions [e·size, (e+1)·size), each id once.
-
-    Shuffled, an epoch's order is a pseudorandom permutation keyed by (seed, epoch), computed from the position alone and not stored: a
-    Feistel network (Luby & Rackoff 1988) on the smallest even number of bits that holds `size`, walked until it falls below `size` (cycle
-    walking, Black & Rogaway 2002; fewer than 4 steps on average, above 64 samples). Integer arithmetic only, so no library version matters.
-    """
+    """The endless sequence of sample ids: epoch e is positions [e·size, (e+1)·size), each id once. Shuffled, an epoch's order is a
+    pseudorandom permutation keyed by (seed, epoch), computed from the position alone and not stored: a Feistel network (Luby & Rackoff
+    1988) on the smallest even number of bits that holds `size`, walked until it falls below `size` (cycle walking, Black & Rogaway 2002;
+    fewer than 4 steps on average, above 64 samples). Integer arithmetic only, so no library version matters."""
 
     def __init__(self, size: int, seed: int, shuffle: bool) -> None:
         assert size > 0, "an order needs samples"
@@ -68,12 +66,10 @@ def _mix(values: UInt64s) -> UInt64s:
 
 
 def assign(lengths: Ints | npt.NDArray[np.int32], data_ranks: int, accumulation: int, micro_batch: int) -> Ints:
-    """The samples of a global batch for each rank: int64[data_ranks, accumulation, micro_batch] of indices into `lengths`, each once.
-
-    From the longest down, a sample goes to the rank with the fewest tokens so far that has a place left, so ranks wait little for each
-    other. The micro-batches of a rank take its samples in that order: samples of similar length pad little, and the largest micro-batch
-    comes first, so a step that does not fit in memory fails at once. Every rank computes the same table.
-    """
+    """The samples of a global batch for each rank: int64[data_ranks, accumulation, micro_batch] of indices into `lengths`, each once. From
+    the longest down, a sample goes to the rank with the fewest tokens so far that has a place left, so ranks wait little for each other.
+    The micro-batches of a rank take its samples in that order: samples of similar length pad little, and the largest micro-batch comes
+    first, so a step that does not fit in memory fails at once. Every rank computes the same table."""
     places = accumulation * micro_batch
     assert len(lengths) == data_ranks * places, "a global batch has a sample for each place"
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")

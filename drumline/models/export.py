@@ -61,12 +61,10 @@ def export(
     adapter: bool = False,
     trust: bool = False,
 ) -> ExportResult:
-    """Write safetensors, config, generation config and tokenizer of a checkpoint of `run_dir` to folder `to`.
-
-    `which`: the newest checkpoint, the best by eval.metric (the newest where none was measured), or that of a step. The adapters of a
-    LoRA run are merged; `adapter`: only they are written, as PEFT's files. An older export in `to` is replaced. Raises CheckpointError,
-    ModelError, EnvironmentFault, and DrumlineError where the folder does not read back as the same model; then `to` is as it was.
-    """
+    """Write safetensors, config, generation config and tokenizer of a checkpoint of `run_dir` to folder `to`. `which`: the newest
+    checkpoint, the best by eval.metric (the newest where none was measured), or that of a step. The adapters of a LoRA run are merged;
+    `adapter`: only they are written, as PEFT's files. An older export in `to` is replaced. Raises CheckpointError, ModelError,
+    EnvironmentFault, and DrumlineError where the folder does not read back as the same model; then `to` is as it was."""
     began = time.time()
     if dtype not in DTYPES:
         raise EnvironmentFault(f"no dtype {dtype!r}", where="--dtype", fix=f"one of {', '.join(DTYPES)}")

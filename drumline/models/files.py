@@ -41,12 +41,10 @@ SIZES = re.compile(
 
 
 def resolve(model: ModelConfig, on_progress: OnProgress) -> str | None:
-    """The local folder or hub id to load from; None for a model that its config describes alone.
-
-    A hub id stays an id if the hub answers; otherwise it becomes the folder of its cached snapshot, so that nothing calls the hub again.
-    Raises ModelError for a folder without a model, a package that is not installed, an id that the hub does not know, and one that is not
-    cached while offline; within about 5 seconds.
-    """
+    """The local folder or hub id to load from; None for a model that its config describes alone. A hub id stays an id if the hub answers;
+    otherwise it becomes the folder of its cached snapshot, so that nothing calls the hub again. Raises ModelError for a folder without a
+    model, a package that is not installed, an id that the hub does not know, and one that is not cached while offline; within about 5
+    seconds."""
     if model.id is None:
         return None
     folder, where = Path(model.id).expanduser(), f"model.id {model.id}"

@@ -12,13 +12,10 @@ import torch.distributed as dist
 
 
 class SequencePart:
-    """This rank's part of every sequence: part `index` of `parts`.
-
-    A part is one contiguous stretch, or with `folded` two, one from either end (0 and 3, 1 and 2 of four): if each rank keeps its queries,
-    causal attention is then the same work for all. Forward and backward must run within the context `around`. `positions_BT`: the position
-    ids of the whole sequences that were cut last, on which attention masks depend; None before the first cut. Until then the model runs
-    whole sequences (`active` False), as in the trials at build time.
-    """
+    """This rank's part of every sequence: part `index` of `parts`. A part is one contiguous stretch, or with `folded` two, one from either
+    end (0 and 3, 1 and 2 of four): if each rank keeps its queries, causal attention is then the same work for all. Forward and backward
+    must run within the context `around`. `positions_BT`: the position ids of the whole sequences that were cut last, on which attention
+    masks depend; None before the first cut. Until then the model runs whole sequences (`active` False), as in the trials at build time."""
 
     def __init__(
         self,
