@@ -181,11 +181,6 @@ def vocabulary(model: Any) -> tuple[Any, Any]:
     return (model.get_input_embeddings(), model.get_output_embeddings()) if hasattr(model, "get_input_embeddings") else (None, None)
 
 
-def cuts_heads(plan: dict[str, str]) -> bool:
-    """Whether each rank has some of the attention heads; False if attention's projections are gathered."""
-    return any(style == "colwise" and ("attn" in name or "attention" in name) for name, style in plan.items())
-
-
 def whole_layer(module: nn.Module) -> nn.Module:
     """The base layer of a LoRA layer; any other layer itself."""
     base = getattr(module, "base_layer", module)

@@ -80,11 +80,11 @@ def _on_hub(name: str, revision: str | None) -> str:
         get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=HUB_TIMEOUT_SECONDS)
         return name
     except (RepositoryNotFoundError, HFValidationError):
-        what = "no such folder, and no such model on the hub"
-        raise ModelError(what, where=where, fix="check the spelling; a private model needs a login") from None
+        fix = "check the spelling; a private model needs a login"
+        raise ModelError("no such folder, and no such model on the hub", where=where, fix=fix) from None
     except RevisionNotFoundError:
-        what = "the hub knows this model, but no such revision"
-        raise ModelError(what, where=f"model.revision {revision}", fix="check the spelling") from None
+        where = f"model.revision {revision}"
+        raise ModelError("the hub knows this model, but no such revision", where=where, fix="check the spelling") from None
     except EntryNotFoundError:
         raise ModelError("no model for transformers: it has no config.json", where=where, fix="name another") from None
     except HfHubHTTPError as error:
@@ -109,7 +109,9 @@ def _cached(name: str, revision: str | None, reason: str) -> str:
 
 
 def _from_package(name: str, on_progress: OnProgress) -> Path:
-    """The folder of the one GGUF file that an installed distribution ships, converted where it is not yet."""
+    """The one GGUF file that an installed distribution ships, as a Hugging Face folder that is written once, whole or not at all: fp32
+    safetensors, dequantised by transformers, config, tokenizer. Raises ModelError (gguf is not installed, or cannot read the file) and
+    EnvironmentFault (the cache cannot be written, or its disk is full)."""
     where = f"model.id {PREFIX}{name}"
     try:
         found = metadata.distribution(name)
@@ -125,26 +127,20 @@ def _from_package(name: str, on_progress: OnProgress) -> Path:
         raise ModelError(f"the package has lost its file {files[0].name}", where=where, fix=fix)
     key = hashlib.sha256(f"{name} {found.version} {files[0].name} {files[0].stat().st_size} {CONVERSION}".encode()).hexdigest()[:12]
     target = cache_dir() / "models" / f"{name}-{found.version}-{key}"
-    if not (target / "config.json").exists():
-        _convert(files[0], target, on_progress)
-    return target
-
-
-def _convert(source: Path, target: Path, on_progress: OnProgress) -> None:
-    """Write a GGUF file as a Hugging Face folder, whole or not at all: fp32 safetensors, dequantised by transformers, config, tokenizer.
-    Any number of processes may do this at once; the first one's folder stays. Raises ModelError (gguf is not installed, or cannot read the
-    file) and EnvironmentFault (the cache cannot be written, or its disk is full)."""
-    phase = f"converting {source.name} once"
+    if (target / "config.json").exists():
+        return target
+    # Any number of processes may do this at once; the first one's folder stays.
+    phase, fix = f"converting {files[0].name} once", "free space, or set XDG_CACHE_HOME to another disk"
     on_progress(phase, 0, 3)
-    model, tokenizer = _read(source)
+    model, tokenizer = _read(files[0])
     on_progress(phase, 1, 3)
-    fix = "free space, or set XDG_CACHE_HOME to another disk"
     with beside(target, "the converted model cannot be written", target.parent, fix) as temporary:
         model.save_pretrained(temporary)
         on_progress(phase, 2, 3)
         tokenizer.save_pretrained(temporary)
         give_name(temporary, target, (target / "config.json").exists)
     on_progress(phase, 3, 3)
+    return target
 
 
 def _read(source: Path) -> tuple[Any, Any]:

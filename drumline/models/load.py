@@ -18,7 +18,7 @@ from drumline.core.registry import nearest
 from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import first_line, judged, read_text
 from drumline.models import adapters
-from drumline.models.blocks import counted, cuts_heads, tensor_plan, tower_flops, uncut, vision_tower, whole_sequences
+from drumline.models.blocks import counted, tensor_plan, tower_flops, uncut, vision_tower, whole_sequences
 from drumline.models.classes import AUTO, LM, auto_class, bidirectional, is_encoder, is_vision_language
 from drumline.models.files import check_counts, check_folder, tokenizer_folder
 from drumline.models.freeze import freeze
@@ -218,7 +218,8 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
         head_dim=width // heads,
         tp_styles=frozenset(cut.values()),
-        tp_cuts_heads=cuts_heads(cut),
+        # False where the projections of attention are gathered.
+        tp_cuts_heads=any(style == "colwise" and ("attn" in name or "attention" in name) for name, style in cut.items()),
         embedding_parameters=outside - sum(p.numel() for p in at_end if p is not embedding),
         head_parameters=sum(p.numel() for p in at_end),
         attention_flops=float(12 * width * length),
