@@ -1,4 +1,4 @@
-"""The terms in which a strategy says what it costs, and what copies of the model cost, which are its defaults. Bytes are exact: the engines
+"""The terms of a strategy's cost, and the cost of copies of the model, which is the default. Bytes are exact: the engines
 allocate as many, and their `rank_params()` counts as many (both leave out a count of steps, 4 bytes a tensor). Pure."""
 
 from __future__ import annotations

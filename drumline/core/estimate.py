@@ -20,8 +20,8 @@ class Frozen(BaseModel):
 
 
 class Memory(Frozen):
-    """Bytes on the rank that holds most. The first three are what lies there between steps (gradients: at the end of backward); the others
-    what comes on top at the peak, in `phase`. `peak` is of tensors, as torch's allocator counts them (max_memory_allocated)."""
+    """Bytes on the rank that holds most. The first three exist between steps (gradients: at the end of backward); the others come on top at
+    the peak, in `phase`. `peak` is of tensors, as torch's allocator counts them (max_memory_allocated)."""
 
     parameters: int
     gradients: int

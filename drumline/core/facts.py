@@ -21,8 +21,8 @@ Place = Literal["block", "before", "after", "both"]
 
 
 class Weight(NamedTuple):
-    """A parameter. `name`: inside its block; of those outside of blocks, in the model. `style`: how tensor parallelism cuts the layer that
-    it is of, by the words above; embedding and head are cut by rows. `owners`: classes of the modules around it, its block's and those
+    """A parameter. `name`: inside its block; of those outside of blocks, in the model. `style`: how tensor parallelism cuts its
+    layer, by the names above; embedding and head are cut by rows. `owners`: classes of the modules around it, its block's and those
     inside. `place`: both is a head tied to the embedding."""
 
     name: str

@@ -142,7 +142,7 @@ class Draft:
 
 
 def drafted(text: str, name: str, base: Path, over: Sheet | None = None, folder: Path | None = None) -> Draft:
-    """The values of a config of whatever kind. `base`: the folder that it lies in; `folder`: the one that a new config is written to."""
+    """The values of a config, Drumline's or another tool's. `base`: the folder that it lies in; `folder`: that of a new config."""
     from drumline.compat import translate
     from drumline.compat.overlay import lay
 

@@ -181,7 +181,7 @@ def by_word(table: Mapping[str, Any]) -> dict[str, Any]:
     return {word: value for names, value in table.items() for word in names.split()}
 
 
-# What others call a thing → what it is called here: a dotted key, or a bare one that is known in several sections.
+# Names of other tools → the key here: a dotted one, or a bare one that more than one section has.
 SYNONYMS = by_word(
     {
         "learning_rate": "optimizer.lr",
@@ -220,7 +220,7 @@ SYNONYMS = by_word(
 
 
 def models_at(place: Place) -> list[type[BaseModel]]:
-    """The sections that may stand at a place (several where a union does)."""
+    """The sections that may stand at a place: of a union more than one."""
     models: list[type[BaseModel]] = [Config]
     for key in place:
         if key.isdigit():
@@ -257,7 +257,7 @@ def keys_at(place: Place, kind: str | None = None) -> list[str]:
 
 
 def field_at(place: Place) -> FieldInfo | None:
-    """What the schema says of the value at a place."""
+    """The field of the schema at a place; None where there is none."""
     found = [model.model_fields[place[-1]] for model in models_at(place[:-1]) if place[-1] in model.model_fields] if place else []
     return found[0] if found else None
 

@@ -145,7 +145,7 @@ Generator = Annotated[HFGenerator | ContinuousGenerator | VLLMGenerator, Field(d
 
 
 class KLConfig(Section):
-    """How the policy is held to the reference."""
+    """How the policy is kept near the reference."""
 
     coefficient: Weight = Field(0.0, description="Weight of the divergence; 0: no reference model is loaded at all.")
     target: Above0 | None = Field(None, description="Steer the coefficient to this divergence a token (Ziegler et al. 2019); null: fixed.")

@@ -39,8 +39,8 @@ class Refusal:
     where: str = "strategy"
 
     def error(self, reason: str = "") -> PlanError:
-        """`reason`: in the place of its own, where only a run shows it: raised by `train.setup` of a small copy of the model, before any
-        rank is started, or by a rank, where it takes several of them or a GPU."""
+        """`reason`: in the place of its own, where only a run shows it. `train.setup` tries a small copy of the model before any
+        rank starts; a rank raises it where several ranks or a GPU are needed."""
         return PlanError(f"{self.name}: {reason or self.reason}", where=self.where, fix=self.instead)
 
 

@@ -1,4 +1,4 @@
-"""What a strategy's spec is: the section of the YAML, and the answers that the rest of the house asks it for. No torch here. Each answer
+"""What a strategy's spec is: the section of the YAML, and its answers to the rest of the house. No torch here. Each answer
 has a default, that of copies of the model on all ranks, so that a strategy of a user's own overrides only what differs."""
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class StrategySpec(Spec):
         return self
 
     def resolved(self, world: int, why: list[str]) -> StrategySpec:
-        """Itself; the plainest strategy there is where this one is chosen by the planner and nobody has asked it."""
+        """Itself; for a strategy that the planner chooses, before it has chosen: the simplest one."""
         return self
 
     def adopted(self, config: Config) -> Config:

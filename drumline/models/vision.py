@@ -92,21 +92,21 @@ class Vision:
         return np.asarray(found["pixel_values"], np.float32)
 
 
-def find_vision(config: Any, path: str | None, model: ModelConfig, max_pixels: int | None = None) -> Vision | None:
-    """The Vision of the model that a config describes; None for one of text alone. `max_pixels`: see data.image_max_pixels. Raises
-    ModelError for a vision-language model of a type that is not KNOWN, and for a folder without an image processor."""
-    if not is_vision_language(config):
+def vision_of(config: Config, path: str | None, hf_config: Any) -> Vision | None:
+    """The Vision of a run's model, which `path` and transformers' config describe; None for one of text or images alone. Raises ModelError
+    for a vision-language model of a type that is not KNOWN, and for a folder without an image processor."""
+    if config.head not in LM or not is_vision_language(hf_config):
         return None
-    if config.model_type not in KNOWN:
-        what = f"vision-language models of type {config.model_type} are not known here"
+    if hf_config.model_type not in KNOWN:
+        what = f"vision-language models of type {hf_config.model_type} are not known here"
         raise ModelError(what, where="model.id", fix=f"use {' or '.join(KNOWN)}")
-    require_pillow(f"model of type {config.model_type}")
-    place = path or model.tokenizer
+    require_pillow(f"model of type {hf_config.model_type}")
+    place, sizes = path or config.model.tokenizer, hf_config.vision_config
     assert place is not None, "load_tokenizer has refused this"
-    vision = Vision(place, model, int(config.image_token_id), int(config.vision_config.spatial_merge_size), max_pixels)
+    vision = Vision(place, config.model, int(hf_config.image_token_id), int(sizes.spatial_merge_size), config.data.image_max_pixels)
     processor = vision.processor
-    if (processor.patch_size, processor.merge_size) != (config.vision_config.patch_size, vision.merge):
-        wanted = f"the model takes {config.vision_config.patch_size} and {vision.merge}"
+    if (processor.patch_size, processor.merge_size) != (sizes.patch_size, vision.merge):
+        wanted = f"the model takes {sizes.patch_size} and {vision.merge}"
         what = f"its image processor cuts patches of {processor.patch_size} and merges {processor.merge_size}, {wanted}"
         raise ModelError(what, where=place, fix="use the preprocessor_config.json that belongs to the model")
     return vision
@@ -173,11 +173,6 @@ def _processor(path: str, model: ModelConfig) -> Any:
     from transformers import AutoImageProcessor
 
     return from_hub(path, model, lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **hub_options(path, model)))
-
-
-def vision_of(config: Config, model_path: str | None, hf_config: Any) -> Vision | None:
-    """The Vision of a run's model; None for one of text or images alone. Raises ModelError for an unknown type."""
-    return find_vision(hf_config, model_path, config.model, config.data.image_max_pixels) if config.head in LM else None
 
 
 def image_side(config: Config, model_path: str | None, hf_config: Any) -> int:

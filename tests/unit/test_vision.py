@@ -25,7 +25,8 @@ from drumline.errors import DataError, ModelError
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective, can_split, split
 from drumline.models.load import load_config, load_tokenizer
-from drumline.models.vision import Vision, find_vision
+from drumline.models.vision import Vision
+from drumline.models.vision import vision_of as vision_of_run
 from tests.harness import vision_rows, write_rows
 from tests.tiny import tiny_model_dir, tiny_vision_dir, write_images
 
@@ -49,9 +50,14 @@ def vision(folder: Path) -> Vision:
     return vision_of(folder / "model")
 
 
+def find_vision(model: ModelConfig) -> Vision | None:
+    config = Config.model_validate({"model": {"id": model.id}, "data": {"train": [{"kind": "file", "path": "rows.jsonl"}]}})
+    return vision_of_run(config, model.id, load_config(model.id, model))
+
+
 def vision_of(path: Path) -> Vision:
     model = ModelConfig(id=str(path))
-    found = find_vision(load_config(str(path), model), str(path), model)
+    found = find_vision(model)
     assert found is not None
     return found
 
@@ -241,7 +247,7 @@ def of(folder: Path, vision: Vision) -> tuple[Any, DataConfig, Vision]:
 
 def test_a_model_of_text_takes_no_images(tmp_path: Path, folder: Path) -> None:
     model = ModelConfig(id=str(tiny_model_dir(tmp_path / "model")))
-    assert find_vision(load_config(model.id, model), model.id, model) is None
+    assert find_vision(model) is None
     config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}})
     encoder = config.algorithm.encoder(load_tokenizer(model.id, model), config.data)
     row = Row("here:1", {"messages": [{"role": "user", "content": [IMAGE]}]})
