@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from drumline.core.estimate import Activations, Traffic
-from drumline.core.facts import ModelFacts, Weight
+from drumline.core.facts import ModelFacts, Part, Sizes, Weight, largest_block, rank_params, weights_of
 from drumline.core.rule import quantizes
-from drumline.core.weights import Part, Sizes, largest_block, rank_params, weights_of
 from drumline.hardware.cluster import Collective
 
 if TYPE_CHECKING:

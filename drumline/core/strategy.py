@@ -13,11 +13,11 @@ from pydantic import Field
 
 from drumline.core.cost import Buffers, Copied, Host, State, Volume, copies_buffers, native_state, send_gradients, send_norm
 from drumline.core.estimate import Activations
+from drumline.core.facts import Part
 from drumline.core.mesh import Dimension, Mesh, divide, divisors
 from drumline.core.registry import Registered, Spec
 from drumline.core.rule import Case, Refusal, no_option
 from drumline.core.section import KIND_ALONE, MOST_STEPS, Ranks, Section
-from drumline.core.weights import Part
 from drumline.errors import PlanError
 from drumline.hardware.cluster import Collective
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from drumline.core.data import DataConfig
+from drumline.data.files import as_json
 from drumline.data.sources import Row, holds_images
-from drumline.data.tasks import as_json
 from drumline.data.templates import Encoded, Encoder, Example, Messages, Policy, as_messages, truncate
 from drumline.errors import ConfigError, DataError
 

@@ -16,9 +16,8 @@ from drumline.core.config import Config
 from drumline.core.data import DigitsSource, FileSource, HubSource, SavedSource, Source, TasksSource
 from drumline.core.plan import DataIdentity
 from drumline.data.cache import VERSION, TokenCache, digest_of, read_info
-from drumline.data.files import find
+from drumline.data.files import find, no_reasoning_gym
 from drumline.data.sources import call_hub
-from drumline.data.tasks import no_reasoning_gym
 from drumline.errors import ConfigError, DataError, ModelError
 from drumline.foreign import first_line, open_plain
 from drumline.hardware.detect import cache_dir

@@ -26,8 +26,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from drumline.core.data import TEXT_FORMS, Columns, DigitsSource, FileSource, Forms, HubSource, SavedSource, Source, TasksSource
-from drumline.data.files import Raw, TableRow, find, read_file
-from drumline.data.tasks import read_digits, read_tasks
+from drumline.data.files import Raw, TableRow, find, read_digits, read_file, read_tasks
 from drumline.errors import DataError
 from drumline.foreign import first_line, judged
 

@@ -13,11 +13,10 @@ import pytest
 from drumline.core.config import Config
 from drumline.core.cost import State, Volume
 from drumline.core.estimate import Memory, Traffic
-from drumline.core.facts import ModelFacts, Weight
+from drumline.core.facts import ModelFacts, Part, Weight, part, rank_params
 from drumline.core.plan import BatchPlan, Layout, Plan, RolePlan
 from drumline.core.stages import plan_pipeline
 from drumline.core.strategy import StrategySpec
-from drumline.core.weights import Part, part, rank_params
 from drumline.hardware.cluster import Cluster, DeviceSpec, Link
 from drumline.planner.cost.activations import formula
 from drumline.planner.cost.memory import flying, host_memory, memory

@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 from drumline.core.cost import FULL, LOW, WIDTH, Buffers, State, kind_of, slots
 from drumline.core.estimate import PROCESS, Activations, HostMemory, Memory
-from drumline.core.facts import ModelFacts
+from drumline.core.facts import ModelFacts, Part, end_weights, ends, part, part_of, rank_params
 from drumline.core.plan import Layout
 from drumline.core.rollouts import ContinuousGenerator, VLLMGenerator
 from drumline.core.rule import plain
-from drumline.core.weights import Part, end_weights, ends, part, part_of, rank_params
 from drumline.hardware.cluster import Cluster
 from drumline.planner.cost.activations import block_of, formula, head_bytes, tower_bytes
 

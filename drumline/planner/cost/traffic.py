@@ -7,10 +7,9 @@ from collections import Counter
 from functools import lru_cache
 
 from drumline.core.cost import WIDTH, Volume, kind_of
-from drumline.core.facts import ModelFacts
+from drumline.core.facts import ModelFacts, cut_weights, tp_ranks, weights_of
 from drumline.core.model import Head
 from drumline.core.plan import Layout
-from drumline.core.weights import cut_weights, tp_ranks, weights_of
 
 
 def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:

@@ -11,13 +11,12 @@ from pydantic import Field
 
 from drumline.core.cost import FULL, LOW, WIDTH, Beside, Buffers, Copied, State, Volume, kind_of, stepping
 from drumline.core.estimate import Activations
-from drumline.core.facts import ModelFacts
+from drumline.core.facts import ModelFacts, Part, ends, largest_block, rank_params
 from drumline.core.mesh import Mesh, divide
 from drumline.core.plan import Layout, Plan
 from drumline.core.rule import Case, Refusal, no_option
 from drumline.core.section import Ranks
 from drumline.core.strategy import OFFLOADED, DataParallel, Degrees, Precision, Space, StrategySpec, mixes
-from drumline.core.weights import Part, ends, largest_block, rank_params
 
 MOST_COPIES = 4  # sizes of a hybrid's shard groups that are tried: a host, two, four, eight
 

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from drumline.core.cost import FULL, LOW, WIDTH, Beside, Buffers, Copied, Host, State, Volume, slots
 from drumline.core.estimate import Activations
-from drumline.core.facts import ModelFacts
+from drumline.core.facts import ModelFacts, Part, ends, largest_block, part_of, weights_of
 from drumline.core.mesh import Mesh
 from drumline.core.plan import Layout
 from drumline.core.strategy import StrategySpec
-from drumline.core.weights import Part, ends, largest_block, part_of, weights_of
 from drumline.strategies.zero.config import LIVE, MOST_IN_A_BUCKET, PERSISTENT, PREFETCHED, REUSE, ZeroPlusPlus, user_config
 
 if TYPE_CHECKING:
