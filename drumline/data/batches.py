@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from drumline.core.plan import Plan
 from drumline.data.cache import Segment, TokenCache
 
 IGNORE = -100  # a target that carries no loss, as torch's cross_entropy has it
@@ -161,3 +162,46 @@ def learned_pairs(rows: int, length: int) -> PairBatch:
     segment, pairs = learned_segment(length), rows // 2
     batch = pair_batch([[segment, segment]] * pairs, range(pairs), [{}] * pairs, 0, length)
     return replace(batch, reference_B=torch.zeros(rows, dtype=torch.float64))
+
+
+@dataclass(frozen=True)
+class LabelledBatch(TokenBatch):
+    """A TokenBatch of texts, without targets. `labels_B` int64, IGNORE for a filler, which counts as one token. `attention_mask_BT` int64
+    is for bidirectional models; it has a filler's first token, since attention to no token is NaN. Other models get positions instead.
+    `position_ids_BT` count from the model's first position on, padding included. `weight`: rows with a class."""
+
+    labels_B: torch.Tensor
+    attention_mask_BT: torch.Tensor | None
+
+    weigh = staticmethod(Batch.weigh)
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """The arguments of a model. A bidirectional one counts positions by itself (RoBERTa does not start at 0)."""
+        if self.attention_mask_BT is None:
+            return super().inputs()
+        return {"input_ids": self.input_ids_BT, "attention_mask": self.attention_mask_BT}
+
+
+def collate_texts(plan: Plan, cache: TokenCache, ids: Sequence[int], pad_id: int, width: int | None) -> LabelledBatch:
+    """The texts of sample ids (-1: a filler), padded to `width` tokens; None: to the longest text."""
+    rows = [cache.segments(sample) if sample >= 0 else None for sample in ids]
+    return _texts(plan, rows, labels_of(cache, ids, plan.labels), pad_id, width)
+
+
+def labels_of(cache: TokenCache, ids: Sequence[int], labels: tuple[str, ...]) -> list[int]:
+    """The number of each sample's class, IGNORE for a filler."""
+    return [labels.index(cache.meta(sample)["label"]) if sample >= 0 else IGNORE for sample in ids]
+
+
+def _texts(plan: Plan, rows: Sequence[Sequence[Segment] | None], labels: list[int], pad_id: int, width: int | None) -> LabelledBatch:
+    fields: dict[str, Any] = vars(collate(rows, pad_id, width))
+    lengths_B, places_BT = fields["lengths_B"].clamp(min=1), fields["position_ids_BT"]
+    mask_BT = (places_BT < lengths_B[:, None]).long() if plan.bidirectional else None
+    fields |= {"lengths_B": lengths_B, "position_ids_BT": places_BT + plan.first_position}
+    fields["weight"] = sum(label != IGNORE for label in labels)
+    return LabelledBatch(**fields, labels_B=torch.tensor(labels), attention_mask_BT=mask_BT)
+
+
+def labelled_texts(plan: Plan, rows: int, length: int) -> LabelledBatch:
+    """Texts of `length` tokens, all of the first class."""
+    return _texts(plan, [[learned_segment(length)]] * rows, [0] * rows, 0, length)

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from drumline.core.plan import Plan
-from drumline.data.batches import collate, collate_pairs
+from drumline.data.batches import collate, collate_pairs, collate_texts
 from drumline.data.cache import TokenCache
-from drumline.data.images import collate_vision
-from drumline.data.labelled import collate_images, collate_texts
+from drumline.data.images import collate_images, collate_vision
 from drumline.models.load import load_config, load_tokenizer, pad_token_id
 from drumline.models.vision import load_processor, side_of, vision_of
 

@@ -1,18 +1,24 @@
-"""From rows of text to samples: encoders of conversations and documents, of prompts, and of preference pairs."""
+"""From rows to samples: encoders of conversations and documents, of prompts, of preference pairs, and of texts and images with a class. A
+label is the name of a class, or a number: the name of a class, else an index of `algorithm.labels`. A sample of the token cache keeps the
+name: the order of the classes follows from all rows."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from drumline.core.data import DataConfig
+from drumline.data.cache import TokenCache
 from drumline.data.files import as_json
 from drumline.data.sources import Row, holds_images
 from drumline.data.templates import Encoded, Encoder, Example, Messages, Policy, as_messages, truncate
 from drumline.errors import ConfigError, DataError
+from drumline.models.vision import read_image
 
 Text = str | Messages
 SIDES = ("chosen", "rejected")
@@ -21,7 +27,6 @@ SIDES = ("chosen", "rejected")
 class RowEncoder(Protocol):
     def encode(self, row: Row) -> Encoded | None:
         """A row as tokens, cut to data.max_length; None if it is dropped. Raises DataError that names the row."""
-        ...
 
 
 class TextRows:
@@ -59,9 +64,8 @@ class PromptRows:
         if size > self.room and self.policy != "left":
             what = f"the prompt has {size} tokens, and data.max_length less max_new_tokens {self.new} leaves {self.room}"
             raise DataError(what, where=row.origin, fix="raise data.max_length, or set data.truncation to drop or left")
-        kept = np.asarray(ids[-self.room :], np.int32)
         meta = {**as_json(row.extra), "prompt": text, "domain": row.domain}
-        return Encoded([Example(kept, np.zeros(len(kept), np.uint8))], meta, truncated=size > self.room)
+        return Encoded([_unlearned(ids[-self.room :])], meta, truncated=size > self.room)
 
 
 class PairRows:
@@ -159,3 +163,73 @@ def cut_pair(chosen: Example, rejected: Example, max_length: int, policy: Policy
     one, other = (Example(side.tokens[keep], side.learn[keep]) for side in (chosen, rejected))
     distinct = one.learned and other.learned and not np.array_equal(one.tokens, other.tokens)
     return (one, other) if distinct else None
+
+
+def label_of(row: Row, labels: list[str] | None) -> str:
+    """The name of the row's class. Raises DataError for one that is not among `labels`."""
+    given = row.values["label"]
+    if isinstance(given, bool):
+        raise DataError("the label is bool, not the name or number of a class", where=row.origin)
+    name = str(given)
+    if labels is None or name in labels:
+        return name
+    if isinstance(given, int) and 0 <= given < len(labels):
+        return labels[given]
+    what = f"label {name!r} is none of algorithm.labels: {_few(labels)}"
+    raise DataError(what, where=row.origin, fix="add it there, or leave labels out")
+
+
+def classes(train: TokenCache, held_out: TokenCache | None, labels: list[str] | None) -> tuple[str, ...]:
+    """The classes in order: `labels`, or those of the training samples, numbers by value and then names by the alphabet. Raises DataError
+    if there is only one class, or a held-out sample has a class that no training sample has."""
+    found = set(labels or (train.meta(sample)["label"] for sample in range(len(train))))
+    if len(found) < 2:
+        what = f"all {len(train)} training rows have one class, {min(found)!r}: there is nothing to tell apart"
+        raise DataError(what, where="data.train")
+    for meta in map(held_out.meta, range(len(held_out))) if held_out else ():
+        if meta["label"] not in found:
+            what = f"label {meta['label']!r} is on no training row; those have {_few(sorted(found))}"
+            raise DataError(what, where=meta["origin"], fix="add training rows of it, or take the row out")
+    if labels:
+        return tuple(labels)
+    return tuple(sorted(found, key=lambda name: (int(name) if name.removeprefix("-").isdecimal() else 2**63, name)))
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+
+
+class LabelledTexts:
+    """Encodes texts, with the tokenizer's special tokens around each (BERT's [CLS] and [SEP]), which truncation keeps."""
+
+    def __init__(self, tokenizer: Any, labels: list[str] | None, data: DataConfig) -> None:
+        self.tokenizer, self.labels, self.data = tokenizer, labels, data
+
+    def encode(self, row: Row) -> Encoded | None:
+        label = label_of(row, self.labels)
+        tokens = self.tokenizer(row.values["text"], verbose=False)["input_ids"]
+        if not tokens:
+            raise DataError("the text is empty", where=row.origin, fix="take the row out")
+        limit, policy = self.data.max_length, self.data.truncation
+        if truncate(_unlearned(tokens), limit, policy, row.origin) is None:
+            return None
+        if cut := len(tokens) > limit:
+            self.tokenizer.truncation_side = policy
+            tokens = self.tokenizer(row.values["text"], truncation=True, max_length=limit)["input_ids"]
+        return Encoded([_unlearned(tokens)], {"label": label, "origin": row.origin}, cut)
+
+
+class LabelledImages:
+    """Encodes images by path, as one token each. Reads each image once, to find damaged ones; its pixels are read again for a batch."""
+
+    def __init__(self, labels: list[str] | None) -> None:
+        self.labels = labels
+
+    def encode(self, row: Row) -> Encoded | None:
+        path = str((row.folder / Path(row.values["image"]).expanduser()).absolute())
+        read_image(path, row.origin)
+        return Encoded([_unlearned([0])], {"label": label_of(row, self.labels), "origin": row.origin, "path": path})
+
+
+def _unlearned(tokens: list[int]) -> Example:
+    return Example(np.asarray(tokens, np.int32), np.zeros(len(tokens), np.uint8))

@@ -1,10 +1,11 @@
-"""Rows of a vision-language model: the places of images in a conversation, their tokens, and batches with their patches.
+"""Rows of a vision-language model: the places of images in a conversation, their tokens, and batches with their patches. And batches of an
+image classifier.
 
 A row names its images by path, relative to the folder of its data file: in the content of a message (`{"type": "image", "image": PATH}`),
 or in a column `images`, for places marked by `{"type": "image"}` alone, or by `<image>` in a text. A sample's meta is
 `{"images": [absolute paths], "grid": [[t, h, w], …]}`, in order; pixels are read for each batch.
 
-B rows, T tokens, N images, P patches of all of them, D numbers of a patch.
+B rows, T tokens, N images, P patches of all of them, D numbers of a patch, C channels, H × W pixels.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import numpy.typing as npt
 import torch
 
 from drumline.core.data import DataConfig
-from drumline.data.batches import FILLER_WIDTH, TokenBatch, collate
+from drumline.data.batches import FILLER_WIDTH, Batch, TokenBatch, collate, labels_of
 from drumline.data.cache import TokenCache
 from drumline.data.sources import Row, is_image
 from drumline.data.templates import Encoded, Encoder, Example, Messages, as_messages, truncate
 from drumline.errors import DataError
-from drumline.models.vision import Grid, Vision
+from drumline.models.vision import Grid, Vision, pixels, read_image
 
 PLACE = "<image>"
 
@@ -224,3 +225,30 @@ def rope_positions(tokens: npt.NDArray[Any], grids: list[Grid], vision: Vision) 
             next_position += stop - at
         at = stop
     return positions
+
+
+@dataclass(frozen=True)
+class ImageBatch(Batch):
+    """`pixels_BCHW` float32, zero for a filler; `labels_B` int64, IGNORE for a filler. `weight`: the number of images."""
+
+    pixels_BCHW: torch.Tensor
+    labels_B: torch.Tensor
+    weight: int
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        return {"pixel_values": self.pixels_BCHW}
+
+
+def collate_images(cache: TokenCache, ids: Sequence[int], labels: tuple[str, ...], processor: Any, side: int, channels: int) -> ImageBatch:
+    """The images of sample ids (-1: a filler), read from their files."""
+    tensor_BCHW = torch.zeros(len(ids), channels, side, side)
+    metas = [(place, cache.meta(sample)) for place, sample in enumerate(ids) if sample >= 0]
+    if metas:
+        images = [read_image(meta["path"], meta["origin"]) for _, meta in metas]
+        tensor_BCHW[[place for place, _ in metas]] = torch.from_numpy(pixels(processor, images, channels))
+    return ImageBatch(tensor_BCHW, torch.tensor(labels_of(cache, ids, labels)), len(metas))
+
+
+def labelled_images(rows: int, side: int, channels: int) -> ImageBatch:
+    """Square images of `side` pixels, all of the first class."""
+    return ImageBatch(torch.zeros(rows, channels, side, side), torch.zeros(rows, dtype=torch.int64), rows)

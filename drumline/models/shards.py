@@ -42,7 +42,6 @@ class Source(Protocol):
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
         """Fill `tensors`, parameters and buffers of `model` or of a part of it, by their names in files; of DTensors the local part."""
-        ...
 
 
 @dataclass(frozen=True)

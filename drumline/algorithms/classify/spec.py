@@ -43,12 +43,12 @@ class ClassifyConfig(AlgorithmSpec):
         return {"labels": self.labels}
 
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
-        from drumline.data.labelled import LabelledImages, LabelledTexts
+        from drumline.data.encode import LabelledImages, LabelledTexts
 
         return LabelledTexts(tokenizer, self.labels, data) if self.modality == "text" else LabelledImages(self.labels)
 
     def classes(self, train: Any, held_out: Any) -> tuple[str, ...]:
-        from drumline.data.labelled import classes
+        from drumline.data.encode import classes
 
         return classes(train, held_out, self.labels)
 
@@ -58,6 +58,7 @@ class ClassifyConfig(AlgorithmSpec):
         return labelled_collator(plan, width, self.image_size)
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
-        from drumline.data.labelled import labelled_images, labelled_texts
+        from drumline.data.batches import labelled_texts
+        from drumline.data.images import labelled_images
 
         return labelled_texts(plan, rows, length) if self.modality == "text" else labelled_images(rows, length, channels)
