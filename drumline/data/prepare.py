@@ -4,7 +4,6 @@ threads of torch and tokenizers, which do not survive a fork), so a script that 
 
 from __future__ import annotations
 
-import os
 import shutil
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from drumline.data.images import count_images, join_metas
 from drumline.data.sources import Row, describe, domains, read_rows
 from drumline.data.workers import Counted, Job, encode_all
 from drumline.errors import ConfigError, DataError
+from drumline.hardware.detect import cache_dir
 from drumline.models.vision import Vision
 
 Progress = Callable[[str, int, "int | None"], None]
@@ -84,8 +84,7 @@ def cached(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision |
 
 def _tasks(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None) -> list[_Task]:
     data = config.data
-    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drumline" / "data"
-    root = own if data.cache_dir is None else Path(data.cache_dir).expanduser().absolute()
+    root = cache_dir() / "data" if data.cache_dir is None else Path(data.cache_dir).expanduser().absolute()
     if data.eval and data.holdout:
         raise ConfigError("data.holdout and data.eval are two ways to say the same", where="data.holdout", fix="keep one of them")
     if (new := config.algorithm.new_tokens) >= data.max_length:
