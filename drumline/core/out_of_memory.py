@@ -57,14 +57,10 @@ class Misestimate(NamedTuple):
 
 def misestimate(out: Exhausted, planned: Memory) -> Misestimate | None:
     """None if nothing contradicts the plan, for example because its prediction does not fit either."""
-    sizes = planned.model_dump()
-    found = [
-        Misestimate(name, sizes[name], out.memory_stats[name])
-        for name in STATES
-        if out.memory_stats.get(name, 0) > sizes[name] * (1 + NOISE)
-    ]
+    sizes, stats = planned.model_dump(), out.memory_stats
+    found = [Misestimate(name, sizes[name], stats[name]) for name in STATES if stats.get(name, 0) > sizes[name] * (1 + NOISE)]
     if out.needed is not None and out.needed > planned.peak:
-        states = sum(out.memory_stats.values()) if out.memory_stats else sum(sizes[name] for name in STATES)
+        states = sum(stats.values()) if stats else sum(sizes[name] for name in STATES)
         rest, category = planned.activations + planned.logits + planned.buffers, GROWS.get(out.during, "activations")
         over = out.needed - states - rest
         if over > NOISE * planned.peak:

@@ -83,9 +83,7 @@ class ModelReward(_Reward):
 
 
 Reward = Annotated[
-    FunctionReward | TaskReward | MathReward | RegexReward | LengthReward | ModelReward,
-    Field(discriminator="kind"),
-    KIND_ALONE,
+    FunctionReward | TaskReward | MathReward | RegexReward | LengthReward | ModelReward, Field(discriminator="kind"), KIND_ALONE
 ]
 
 

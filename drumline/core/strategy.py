@@ -60,9 +60,7 @@ class CopyOptions(Section):
     static_graph: bool = Field(False, description="The set of used parameters never changes: lets DDP skip work.")
     find_unused_parameters: bool = Field(False, description="Some parameters may get no gradient in a step.")
     broadcast_buffers: bool = Field(True, description="Copy rank 0's buffers to all before each forward.")
-    compression: Annotated[Compression, KIND_ALONE] = Field(
-        default_factory=Compression, description="What is sent instead of fp32 gradients."
-    )
+    compression: Annotated[Compression, KIND_ALONE] = Field(default_factory=Compression, description="What replaces fp32 gradients.")
 
 
 COPIES = CopyOptions()
