@@ -43,8 +43,6 @@ def plan_pipeline(mesh: Mesh, strategy: StrategySpec, batch: BatchPlan, facts: M
         )
     idle = bubble(schedule, mesh.pp, per_rank, batch.accumulation)
     why.append(f"{schedule} with {batch.accumulation} micro-batches in flight: a rank waits {idle:.0%} of a step, were stages equal")
-    if strategy.data_parallel(mesh) == "fsdp2":
-        why.append("fsdp2 in a pipeline reduces gradients once a step, after the last micro-batch")
     return PipelinePlan(schedule=schedule, stages_per_rank=per_rank, layers=layers)
 
 

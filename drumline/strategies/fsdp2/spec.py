@@ -82,6 +82,9 @@ class FSDP2Strategy(Degrees):
         dtype: Precision = precision if self.param_dtype == "auto" else self.param_dtype
         return None if dtype == "fp32" else dtype
 
+    def notes(self, plan_world: int, devices: int, micro_batch: int) -> list[str]:
+        return ["fsdp2 in a pipeline reduces gradients once a step, after the last micro-batch"] if self.pp > 1 else []
+
     def describe(self, mixed: bool, data: int) -> tuple[str, str]:
         hybrid, offload = self.replicate > 1, self.offload != "none"
         word = self.kind + " grad-op" * (not self.reshard_after_forward) + " hybrid" * hybrid + " offload" * offload
