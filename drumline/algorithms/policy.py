@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from drumline.algorithms.base import Algorithm, LossOut
-from drumline.data.batches import IGNORE
-from drumline.data.episodes import EpisodeBatch, Episodes
+from drumline.data.batches import IGNORE, EpisodeBatch, Episodes
 
 if TYPE_CHECKING:
     from drumline.algorithms.grpo.spec import GRPOConfig

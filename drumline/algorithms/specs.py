@@ -85,6 +85,6 @@ class PromptSpec(RolloutSpec):
         return PromptRows(tokenizer, self.new_tokens, data)
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
-        from drumline.data.episodes import learned_episodes
+        from drumline.data.batches import learned_episodes
 
         return learned_episodes(rows, length)

@@ -236,7 +236,7 @@ class RolloutSpec(ChunkedSpec):
         return 1
 
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
-        """`data.episodes.Episodes` with advantages (and returns, where a value is learned) and the weights of tokens. `rewards_N`: fp32,
+        """`data.batches.Episodes` with advantages (and returns, where a value is learned) and the weights of tokens. `rewards_N`: fp32,
         NaN for an episode without one, from which nothing is learned. `cost_NM`: fp32, of each token the divergence times its weight."""
         raise NotImplementedError
 

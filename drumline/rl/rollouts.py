@@ -22,8 +22,8 @@ from drumline.algorithms.policy import KLController, differs, divergence
 from drumline.core.heartbeat import beat
 from drumline.core.plan import Plan
 from drumline.core.rollouts import RolloutSpec
+from drumline.data.batches import EpisodeBatch, Episodes, collate_episodes
 from drumline.data.cache import TokenCache
-from drumline.data.episodes import EpisodeBatch, Episodes, collate_episodes
 from drumline.data.stream import GlobalBatch, assign
 from drumline.dist.reduce import add_up, from_all
 from drumline.dist.seeds import derive

@@ -13,7 +13,7 @@ import torch
 from drumline.algorithms.grpo.objective import GRPO
 from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.algorithms.policy import KLController, differs, divergence, group_advantages, whiten
-from drumline.data.episodes import Episodes, collate_episodes
+from drumline.data.batches import Episodes, collate_episodes
 from drumline.models.head import Outputs
 
 TRL: dict[str, Any] = json.loads((Path(__file__).parents[1] / "reference" / "grpo_trl.json").read_text())

@@ -21,8 +21,7 @@ from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.algorithms.pair_losses import LOSSES
 from drumline.algorithms.reference_free.objective import odds_ratio
 from drumline.algorithms.reference_free.spec import ORPOConfig, SimPOConfig
-from drumline.data.batches import First, PairBatch, pair_batch
-from drumline.data.episodes import Episodes
+from drumline.data.batches import Episodes, First, PairBatch, pair_batch
 from drumline.models.head import Outputs
 from tests.reference.pairs import FIGURES
 

@@ -10,7 +10,7 @@ import torch
 
 from drumline.algorithms.policy import at_last, gae, whiten
 from drumline.algorithms.ppo.spec import PPOConfig
-from drumline.data.episodes import EpisodeBatch, Episodes, collate_episodes
+from drumline.data.batches import EpisodeBatch, Episodes, collate_episodes
 from drumline.models.head import Outputs
 
 LENGTHS = [4, 1, 0, 6, 3]

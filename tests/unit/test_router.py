@@ -128,8 +128,7 @@ def test_a_router_loss_that_is_not_known_is_refused() -> None:
 
 
 def test_the_tokens_of_pairs_and_episodes_weigh_what_their_losses_do(tmp_path: Path) -> None:
-    from drumline.data.batches import pair_batch
-    from drumline.data.episodes import Episodes, collate_episodes
+    from drumline.data.batches import Episodes, collate_episodes, pair_batch
 
     pairs = pair_batch([documents([5, 3]), None], [0, -1], [{}, {}], 0, None)
     assert pairs.token_weights().sum(1).tolist() == [0.5, 0, 0.5, 0] and pairs.lengths_B.tolist()[::2] == [5, 3]

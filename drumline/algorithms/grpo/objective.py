@@ -7,7 +7,7 @@ import torch
 
 from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.algorithms.policy import PolicyGradient, Sums, clipped, level_ratio, weighted_likelihood
-from drumline.data.episodes import EpisodeBatch
+from drumline.data.batches import EpisodeBatch
 
 
 class GRPO(PolicyGradient):

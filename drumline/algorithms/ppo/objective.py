@@ -9,7 +9,7 @@ import torch
 from drumline.algorithms.base import LossOut
 from drumline.algorithms.policy import PolicyGradient
 from drumline.algorithms.ppo.spec import PPOConfig
-from drumline.data.episodes import EpisodeBatch
+from drumline.data.batches import EpisodeBatch
 
 
 class PPO(PolicyGradient):
