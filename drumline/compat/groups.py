@@ -23,14 +23,14 @@ NO_SCHEDULES = {
 
 def combine(sheet: Sheet) -> None:
     """Combine every group in turn. Keys that wait afterwards are accelerate's."""
-    for group in (_preferences, _rate, _betas, _warmup, _dtype, _intervals, _data, _strategy, _batch_norm, _adapter):
+    for group in (_preferences, _optimizer, _warmup, _dtype, _intervals, _data, _strategy, _batch_norm, _adapter):
         group(sheet)
     if sheet.get("schedule.warmup_steps") and sheet.get("schedule.warmup_ratio"):
         ratio, steps = (sheet.origins["schedule", f"warmup_{name}"] for name in ("ratio", "steps"))
         sheet.note(ratio, f"without effect: {steps.where} says {shown(steps.value)}")
 
 
-def _rate(sheet: Sheet) -> None:
+def _optimizer(sheet: Sheet) -> None:
     """use_linear_scaling: base_learning_rate × devices, or × samples / base_batch_size (Goyal et al. 2017). With num_gpus: × √devices."""
     old = pop(sheet, "learning_rate", "base_learning_rate", "use_linear_scaling")
     plain, base = old.get("learning_rate"), old.get("base_learning_rate")
@@ -46,11 +46,7 @@ def _rate(sheet: Sheet) -> None:
         sheet.put("optimizer.lr", number(used), used)
     if other is not None and other is not used:
         sheet.note(other, f"without effect: {'base_learning_rate is scaled' if scaled else 'use_linear_scaling is not on'}")
-
-
-def _betas(sheet: Sheet) -> None:
-    old = pop(sheet, "adam_beta1", "adam_beta2")
-    if old:
+    if old := pop(sheet, "adam_beta1", "adam_beta2"):
         betas = [number(old[name]) if name in old else default for name, default in (("adam_beta1", 0.9), ("adam_beta2", 0.999))]
         sheet.put("optimizer.betas", betas, next(iter(old.values())))
 

@@ -54,8 +54,11 @@ def from_environment(environ: Mapping[str, str]) -> Sheet | None:
         return Old(name, True, source, (name,)) if environ.get(name, "").lower() in ("true", "1") else None
 
     if switch := on("ACCELERATE_USE_FSDP"):
+        # The one of the two keys that this version of FSDP reads: the launcher exports both, the other one with its default.
+        by_name = environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() not in ("true", "false")
+        second = environ.get("FSDP_VERSION") == "2" or (by_name and environ.get("FSDP_SHARDING_STRATEGY") == "FULL_SHARD")
         layers = [replace(old, key="transformer_layer_cls_to_wrap") for old in given("FSDP", "transformer_cls_to_wrap")]
-        acc.read_fsdp(sheet, switch, [*layers, *given("FSDP", f"{FSDP} {_sharding(environ)}")])
+        acc.read_fsdp(sheet, switch, [*layers, *given("FSDP", f"{FSDP} {'reshard_after_forward' if second else 'sharding_strategy'}")])
     elif switch := on("ACCELERATE_USE_DEEPSPEED"):
         acc.read_deepspeed(sheet, switch, [*given("ACCELERATE", DEEPSPEED_TOP), *given("ACCELERATE_DEEPSPEED", DEEPSPEED)])
     elif switch := on("ACCELERATE_USE_MEGATRON_LM"):
@@ -69,13 +72,6 @@ def from_environment(environ: Mapping[str, str]) -> Sheet | None:
     if environ[LAUNCHED] == "no":  # its default; a config's own precision is used instead
         sheet.weak.add(("precision", "kind"))
     return sheet
-
-
-def _sharding(environ: Mapping[str, str]) -> str:
-    """The one of the two keys that this version of FSDP reads: the launcher exports both, the other one with its default."""
-    reshard = environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
-    names = reshard not in ("true", "false") and environ.get("FSDP_SHARDING_STRATEGY") == "FULL_SHARD"
-    return "reshard_after_forward" if environ.get("FSDP_VERSION") == "2" or names else "sharding_strategy"
 
 
 def lay(values: dict[str, Any], overlay: Sheet, where: Callable[[Place], str]) -> dict[Place, str]:

@@ -146,7 +146,8 @@ def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
     both were made from the same input. A damaged one is replaced."""
     names = sorted(path.name for path in temporary.iterdir())
     info = {**info, "files": {name: (temporary / name).stat().st_size for name in names}}
-    info["sha256"] = {name: checksums(temporary / name) for name in names}
+    blocks = {name: range(-(-size // BLOCK)) for name, size in info["files"].items()}
+    info["sha256"] = {name: [_digest(temporary / name, block) for block in numbers] for name, numbers in blocks.items()}
     (temporary / "info.json").write_text(json.dumps({**info, "checksum": digest_of(info)}, indent=2) + "\n")
     for path in (*(temporary / name for name in names), temporary / "info.json", temporary):
         files.sync(path)
@@ -167,11 +168,6 @@ def temporary_folder(root: Path) -> Iterator[Path]:
             raise
         fix = "free some space there, or set data.cache_dir"
         raise EnvironmentFault(f"the token cache cannot be written: {error.strerror or error}", where=str(root), fix=fix) from error
-
-
-def checksums(path: Path) -> list[str]:
-    """sha256 of each block of a file, in hex. Raises OSError."""
-    return [_digest(path, block) for block in range(-(-path.stat().st_size // BLOCK))]
 
 
 def digest_of(value: Any) -> str:
@@ -209,6 +205,7 @@ def verify_in_background(caches: list[tuple[Path, dict[str, list[str]]]], rank: 
 
 
 def _digest(path: Path, block: int) -> str:
+    """sha256 of a block of a file, in hex. Raises OSError."""
     found, left = hashlib.sha256(), BLOCK
     with path.open("rb", buffering=0) as file:
         file.seek(block * BLOCK)

@@ -91,7 +91,8 @@ class PairRows:
         return Encoded(list(pair), _meta(row), truncated=cut)
 
     def _example(self, prompt: Text, answer: Text, name: str, row: Row) -> Example:
-        if _blank(answer):
+        turns = as_messages(answer, "assistant")
+        if not any(turn.get("tool_calls") or turn["content"].strip() for turn in turns):
             raise DataError(f"`{name}` is empty: it has no answer", where=row.origin, fix="take the row out")
         if not (isinstance(prompt, str) and isinstance(answer, str)):
             self.encoder.require_template("the pair holds messages", row)
@@ -127,12 +128,6 @@ def _shared(chosen: Any, rejected: Any) -> int:
         return at
     blanks = [match.start() for match in re.finditer(r"\s+", chosen[:at])]
     return blanks[-1] if blanks else 0
-
-
-def _blank(answer: Text) -> bool:
-    if isinstance(answer, str):
-        return not answer.strip()
-    return not any(message.get("tool_calls") or message["content"].strip() for message in answer)
 
 
 def _meta(row: Row) -> dict[str, Any] | None:
