@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from drumline.core.registry import Registered, Spec, call_object
+from drumline.core.registry import Registered, Spec, find_object, imported
 from drumline.core.section import MOST_SEED, Amount, PathText, Section, Steps
 
 Forms = tuple[tuple[str, ...], ...]  # the columns of a row, one tuple for each form that it may have
@@ -121,7 +121,8 @@ class PythonSource(SourceSpec):
 
     def rows(self, base_dir: Path) -> Any:
         """Whatever the function returns."""
-        return call_object(self.path, base_dir, "data source", self.options)
+        function = find_object(self.path, base_dir, "data source", "function")
+        return imported(lambda: function(**self.options), self.path, "data source", doing="calling")
 
 
 Source = Annotated[SourceSpec, Registered(SourceSpec)]

@@ -251,12 +251,6 @@ def find_function(name: str, group: str, base_dir: Path, where: str, thing: str,
     return function
 
 
-def call_object(path: str, base_dir: Path, where: str, options: dict[str, Any]) -> Any:
-    """What the function of that name gives for its arguments by name. Raises ConfigError where it cannot be found or raises."""
-    function = find_object(path, base_dir, where, "function")
-    return imported(lambda: function(**options), path, where, doing="calling")
-
-
 def _file(path: Path, where: str) -> ModuleType:
     if not path.is_file():
         candidates = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import shutil
 import time
 import warnings
 from dataclasses import dataclass
@@ -29,11 +30,11 @@ from drumline.models.build import build_model
 from drumline.models.classes import LM, auto_class, is_vision_language, reads_images
 from drumline.models.files import OnProgress, beside, quiet, tokenizer_folder
 from drumline.models.freeze import freeze
-from drumline.models.load import load_config, load_tokenizer, pad_token_id
+from drumline.models.load import find_file, load_config, load_tokenizer, pad_token_id
 from drumline.models.scores import VALUE, grey_image
 from drumline.models.shards import canonical_tensors
 from drumline.models.small import probe
-from drumline.models.vision import copy_processor, load_processor
+from drumline.models.vision import PROCESSOR_FILES, load_processor
 
 Which = Literal["last", "best"] | int
 PROVENANCE = "drumline.json"
@@ -164,8 +165,10 @@ def _save_reader(plan: Plan, model: ModelConfig, config: Any, folder: Path) -> N
         # transformers' own classifiers find the last token of padded rows by it.
         config.get_text_config().pad_token_id = tokenizer.pad_token_id
     tokenizer.save_pretrained(folder)
-    place = plan.model_path or model.tokenizer
-    copy_processor(None if place is None else tokenizer_folder(place), model, folder)
+    place = tokenizer_folder(plan.model_path or model.tokenizer or "")
+    for name in PROCESSOR_FILES if place else ():
+        if found := find_file(place, name, model, _raise_exceptions_for_connection_errors=False):
+            shutil.copyfile(found, folder / name)
 
 
 def _base_of(plan: Plan) -> str:

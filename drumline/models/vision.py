@@ -8,7 +8,6 @@ images, text and video together requires), and the same image gives the same num
 from __future__ import annotations
 
 import importlib.util
-import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -123,13 +122,6 @@ def read_image(path: str, origin: str) -> Any:
         reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {str(error) or type(error).__name__}"
         fix = "paths are relative to the folder of the data file" if isinstance(error, FileNotFoundError) else "mend it or take the row out"
         raise DataError(f"image {path}: {reason}", where=origin, fix=fix) from error
-
-
-def copy_processor(path: str | None, model: ModelConfig, folder: Path) -> None:
-    """Copy the files of a processor of images and text that `path` (a folder or hub id) has."""
-    for name in PROCESSOR_FILES:
-        if path is not None and (found := find_file(path, name, model, _raise_exceptions_for_connection_errors=False)):
-            shutil.copyfile(found, folder / name)
 
 
 def load_processor(path: str | None, model: ModelConfig, config: Any, side: int | None) -> Any:
