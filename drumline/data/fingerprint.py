@@ -101,18 +101,10 @@ def _tokenizer(config: Config, tokenizer_path: str, base_dir: Path) -> dict[str,
         folder = Path(found).parent
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     files = {name: hash_file(folder / name) for name in names if _TOKENIZER_FILES.fullmatch(name)}
-    template = template_path(config, base_dir)
+    template = None if config.model.chat_template is None else base_dir / Path(config.model.chat_template).expanduser()
+    if template is not None and not template.is_file():
+        raise ConfigError(f"no such file: {template}", where="model.chat_template", fix="paths are relative to the folder of the YAML")
     return {"files": files, "chat_template": hash_file(template) if template else None}
-
-
-def template_path(config: Config, base_dir: Path) -> Path | None:
-    """`model.chat_template` as a full path. Raises ConfigError if it is no file."""
-    if config.model.chat_template is None:
-        return None
-    path = base_dir / Path(config.model.chat_template).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"no such file: {path}", where="model.chat_template", fix="paths are relative to the folder of the YAML")
-    return path
 
 
 def identify(cache: TokenCache) -> DataIdentity:

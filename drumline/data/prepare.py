@@ -20,7 +20,7 @@ from drumline.core.config import Config
 from drumline.core.data import Source, TasksSource
 from drumline.core.plan import DataPlan
 from drumline.data.cache import TokenCache, bounds, commit, left_out, read_info, temporary_folder, verify, write_layout
-from drumline.data.fingerprint import cache_key, identify, template_path
+from drumline.data.fingerprint import cache_key, identify
 from drumline.data.images import count_images, join_metas
 from drumline.data.sources import Row, describe, domains, read_rows
 from drumline.data.workers import Counted, Job, encode_all
@@ -174,9 +174,7 @@ def _make(task: _Task, tokenizer_path: str, base_dir: Path, progress: Progress) 
 def _tokenise(task: _Task, folder: Path, tokenizer_path: str, base_dir: Path, progress: Progress) -> _Stage:
     """Tokenise every row of the sources into `folder`. Raises DataError if no row has a target."""
     config = task.config
-    template = template_path(config, base_dir)
-    model = config.model.model_copy(update={"chat_template": str(template) if template else None})
-    job = Job(tokenizer_path, model, config.algorithm, config.data, task.vision)
+    job = Job(tokenizer_path, config.model, config.algorithm, config.data, task.vision)
     forms = config.algorithm.forms
     sizes = [min(source.size, source.limit or source.size) for source in task.sources if isinstance(source, TasksSource)]
     total = sum(sizes) if len(sizes) == len(task.sources) else None  # others do not tell before they are read

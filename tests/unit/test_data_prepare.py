@@ -279,7 +279,7 @@ def test_a_chat_template_of_ones_own(tmp_path: Path, tokenizer_dir: str) -> None
     (tmp_path / "own.jinja").write_text(
         CHATML.replace("assistant", "bot").replace("message['role']", "('bot' if message['role'] == 'assistant' else 'you')")
     )
-    made = prepare(config(tmp_path, model={"chat_template": "own.jinja"}, packing=False), tokenizer_dir, tmp_path)
+    made = prepare(config(tmp_path, model={"chat_template": str(tmp_path / "own.jinja")}, packing=False), tokenizer_dir, tmp_path)
     assert texts(made.train)[0] == ["<|im_start|>you\n<|im_end|>\n<|im_start|>bot\nrow 0<|im_end|>\n"]
     with pytest.raises(ConfigError, match=r"model.chat_template: no such file: .*gone.jinja"):
         prepare(config(tmp_path, model={"chat_template": "gone.jinja"}), tokenizer_dir, tmp_path)
