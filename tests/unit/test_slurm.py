@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -20,7 +24,7 @@ from drumline.launchers.slurm.script import script
 from drumline.launchers.slurm.spec import SlurmLauncher
 from drumline.train.command import _placed
 from drumline.train.setup import Request, make_plan
-from tests.harness import ROOT, write_config
+from tests.harness import ENV, ROOT, write_config
 from tests.tiny import tiny_model_dir
 
 DATA = {"data": {"train": [{"kind": "digits"}]}}
@@ -150,10 +154,11 @@ def test_without_slurm_it_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_ends_are_read_from_the_notes_of_tasks(tmp_path: Path) -> None:
-    (tmp_path / "rank-0.end").write_text('{"exitcode": -9, "host": "n1", "time": 5.0}')
+    (tmp_path / "rank-0.end").write_text('{"exitcode": -9, "host": "n1", "time": 5.0, "kills": [0, 1]}')
     (tmp_path / "srun.log").write_text("srun: Job step created\nsrun: error: Node failure on n2\nsrun: error: more\n")
     first, second = (job._end(rank, tmp_path, killed=False, stopped_by=0) for rank in (0, 1))
     assert (first.exitcode, first.host, first.message, first.name) == (-9, "n1", "killed by SIGKILL", "rank 0 on host n1")
+    assert first.kills == (0, 1), "memory ran out on its host"
     assert (second.exitcode, second.message) == (1, "lost: Node failure on n2")
     assert job._end(1, tmp_path, killed=True, stopped_by=0).killed
     assert job._end(1, tmp_path, killed=False, stopped_by=10).signal == "SIGUSR1", "its task did not listen yet"
@@ -168,3 +173,29 @@ def test_the_page_s_yaml_is_a_config(page: str) -> None:
     assert len(config.launch.machine(config).devices) == 8
     named = {key for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
     assert named <= SlurmLauncher.model_fields.keys() and {"nodes", "requeue", "extra"} <= named
+
+
+RANK = """
+import os, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(5))
+print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["TORCHELASTIC_ERROR_FILE"], *sys.argv[1:], flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 5), (signal.SIGKILL, -9)])
+def test_a_task_hands_signals_on_and_notes_how_its_rank_ended(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "1"}
+    where = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1", "SLURM_LOCALID": "0", "SLURMD_NODENAME": "n2", "MASTER_ADDR": "n1"}
+    command = [sys.executable, "-m", "drumline.launchers.slurm.task", str(tmp_path), str(tmp_path / "rank.py"), "PLAN"]
+    with subprocess.Popen(command, env={**ENV, **step, **where}, stdout=subprocess.PIPE, text=True) as task:
+        assert task.stdout and task.stdout.readline().split() == ["1", "2", str(tmp_path / "rank-1.json"), "PLAN"]
+        if number == signal.SIGKILL:
+            (rank,) = psutil.Process(task.pid).children()
+            rank.kill()
+        else:
+            task.send_signal(number)
+        assert task.wait(30) == (code if code > 0 else 128 + number)
+    noted = json.loads((tmp_path / "rank-1.end").read_text())
+    assert (noted["exitcode"], noted["host"]) == (code, "n2") and len(noted["kills"]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -83,8 +84,10 @@ def _signal_steps(name: str) -> bool:
         steps = [step for step in shown.split() if step.rpartition(".")[2].isdecimal()]
         for step in steps:
             ask("scancel", f"--signal={name}", step)
-    except EnvironmentFault as fault:  # a step that has just ended, or Slurm is busy: the next look decides
-        print(f"note: {fault.line()}", file=sys.stderr)
+    except EnvironmentFault as fault:
+        if "Invalid job id" in fault.what:  # Slurm ends that step already
+            return True
+        print(f"note: {fault.line()}", file=sys.stderr)  # it is busy, or restarts: the next look tries again
         return False
     return bool(steps)
 
@@ -97,7 +100,7 @@ def _end(rank: int, logs: Path, killed: bool, stopped_by: int) -> RankEnd:
     error, log = read_error(logs / f"rank-{rank}.json"), logs / f"rank-{rank}.log"
     try:
         noted = json.loads((logs / f"rank-{rank}.end").read_text())
-        return RankEnd(rank, noted["exitcode"], error, log, at=noted["time"], host=noted["host"])
+        return RankEnd(rank, noted["exitcode"], error, log, at=noted["time"], host=noted["host"], kills=tuple(noted["kills"]))
     except OSError:
         pass
     if killed:
@@ -126,21 +129,27 @@ def run(plan: Plan, plan_path: Path, resume: str | None, on_oom: OnOutOfMemory, 
         resume = newest_or(resume, run_dir)
     with Lease(run_dir):
         code = launch(plan, plan_path, resume, lambda event: None, worker=worker, on_oom=on_oom, ranks=ranks)
-    if code == 75 and ranks.signal == signal.SIGUSR1 and options.requeue and _requeued(furthest_step(run_dir) > max(before, 0)):
+    if code == 75 and options.requeue and _requeued(ranks.signal, furthest_step(run_dir) > max(before, 0)):
         return code
     note_end(run_dir, code)
     return code
 
 
-def _requeued(progressed: bool) -> bool:
-    """Have Slurm take this job back into its queue, and end it here; whether it does."""
-    if not progressed:
-        print("error: not one step was done within the time limit: it is not requeued — set a longer launch.time", file=sys.stderr)
-        return False
+def _requeued(stopped_by: int, progressed: bool) -> bool:
+    """Have Slurm take this job back into its queue, and end it here, where its time was up or another job takes its nodes; whether it
+    does. Slurm itself requeues only a job that does not end in its time of grace."""
+    job = os.environ["SLURM_JOB_ID"]
     try:
-        ask("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+        preempted = re.search(r"\bPreemptTime=(?!None)\S", ask("scontrol", "show", "job", job, "--oneliner")) is not None
+        if not preempted and stopped_by != signal.SIGUSR1:
+            return False
+        if not preempted and not progressed:
+            print("error: not one step was done within the time limit: it is not requeued — set a longer launch.time", file=sys.stderr)
+            return False
+        ask("scontrol", "requeue", job)
     except EnvironmentFault as fault:
         print(f"error: it is not requeued: {fault.line()} — go on with --resume", file=sys.stderr)
         return False
-    print("the time of this job is up: it is back in the queue, and will go on from there", file=sys.stderr)
+    why = "another job takes its nodes" if preempted else "the time of this job is up"
+    print(f"{why}: it is back in the queue, and will go on from there", file=sys.stderr)
     return True

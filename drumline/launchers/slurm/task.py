@@ -16,7 +16,7 @@ from types import FrameType
 
 from drumline.core.files import write_whole
 from drumline.core.process import tied
-from drumline.hardware.detect import usable_cores
+from drumline.hardware.detect import Groups, usable_cores
 from drumline.launchers.tasks import task_variables
 
 
@@ -25,6 +25,8 @@ def main(logs: Path, module: str, *arguments: str) -> int:
     rank = env.get("RANK", "0")
     threads = env.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // int(env.get("LOCAL_WORLD_SIZE", "1"))))
     env |= {"TORCHELASTIC_ERROR_FILE": str(logs / f"rank-{rank}.json"), "OMP_NUM_THREADS": threads}
+    groups = Groups.of_this_process()
+    kills = groups.oom_kills()
     process: subprocess.Popen[bytes] | None = None
     before = 0
 
@@ -42,7 +44,8 @@ def main(logs: Path, module: str, *arguments: str) -> int:
         process.send_signal(before)
     code = process.wait()
     host = env.get("SLURMD_NODENAME") or socket.gethostname()
-    write_whole(logs / f"rank-{rank}.end", json.dumps({"exitcode": code, "host": host, "time": time.time()}))
+    noted = {"exitcode": code, "host": host, "time": time.time(), "kills": [kills, groups.oom_kills()]}
+    write_whole(logs / f"rank-{rank}.end", json.dumps(noted))
     return code if code >= 0 else 128 - code
 
 
