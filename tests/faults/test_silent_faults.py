@@ -42,9 +42,11 @@ def test_a_flipped_weight_names_its_rank_and_the_run_goes_on_where_they_agreed(
     left_alone = drumline("train", config, f"run.dir={tmp_path / 'two'}", *more)
     assert left_alone.code == 0, left_alone.err
     assert (tmp_path / "flipped").exists()
-    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+    # Three ranks add up in the order of DDP's buckets, which it makes anew after its first step.
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), abs=1e-5)
+    got = weights(tmp_path / "one")
     for name, tensor in weights(tmp_path / "two").items():
-        assert torch.equal(weights(tmp_path / "one")[name], tensor), name
+        assert torch.allclose(got[name], tensor, atol=1e-4), name
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
@@ -65,7 +67,7 @@ def test_going_back_ends_with_the_weights_of_skipping(model: Path, tmp_path: Pat
     said = {}
     for policy in ("skip", "rollback"):
         run = tmp_path / policy
-        more = ["data.packing=false", "data.order=sequential", "health.spike_zscore=4", f"health.on_spike={policy}", "checkpoint.every=7"]
+        more = ["data.packing=false", "data.order=sequential", "health.spike_window=20", f"health.on_spike={policy}", "checkpoint.every=7"]
         finished = drumline("train", config, f"run.dir={run}", *more)
         assert finished.code == 0, finished.out + finished.err
         (spike,) = events(run, "spike")
