@@ -120,6 +120,7 @@ class Loop:
                 elif self.saver.memory is not None and _due(config.checkpoint.in_memory_every, rested, self.state.step):
                     self._land()
                     heartbeat.beat("save")
+                    self.weights.check(self.state.step)
                     with self.goodput.spend("save"):
                         self.saver.keep_in_memory()
                 rested = self.state.step
