@@ -135,6 +135,7 @@ def test_an_all_reduce_of_real_ranks() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 def test_no_false_alarm_on_fifty_runs(tmp_path: Path) -> None:
     healthy = 0
     for number in range(RUNS["drumline's launcher"]):
