@@ -154,6 +154,7 @@ class CompositeEngine:
         """`engines`: by role, `policy` among them. `rates`: learning rate of a role as a part of the policy's, where it is another."""
         self.engines, self.rates = engines, rates
         self.policy = engines[POLICY]
+        self.infer, self.whole_weights, self.unsharded_model = self.policy.infer, self.policy.whole_weights, self.policy.unsharded_model
 
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
         assert objective.keys() == self.engines.keys(), "each trainable model has an objective"
@@ -164,15 +165,6 @@ class CompositeEngine:
             return self.policy.evaluate(micro_batches, objective)
         batches = list(micro_batches)
         return _added(self.engines[role].evaluate(batches, wanted) for role, wanted in objective.items())
-
-    def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
-        return self.policy.infer(micro_batches, read, adapter)
-
-    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.policy.whole_weights()
-
-    def unsharded_model(self) -> nn.Module | None:
-        return self.policy.unsharded_model()
 
     def grad_norm(self) -> torch.Tensor:
         return torch.stack([engine.grad_norm() for engine in self.engines.values()]).square().sum().sqrt()

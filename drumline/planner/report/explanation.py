@@ -60,10 +60,10 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
     scale = f"below {FITS:.0%} it fits, up to {TIGHT:.0%} it is tight"
     limit, traffic, cluster = estimate.host_limit, estimate.traffic, question.cluster
     of = "" if limit is None else f"of {limit / GB:.0f}"
-    sent = [(kind.replace("_", "-"), f"{bytes_ / GB:.3g}", "") for kind, bytes_ in traffic.model_dump().items() if bytes_]
-    if sent:
+    volumes = [(kind.replace("_", "-"), f"{bytes_ / GB:.3g}", "") for kind, bytes_ in traffic.model_dump().items() if bytes_]
+    if volumes:
         across = f", {cluster.inter.name} between hosts" if cluster.nodes > 1 else ""
-        sent.append(("in all", f"{traffic.total / GB:.3g}", f"over {cluster.intra.name}{across}"))
+        volumes.append(("in all", f"{traffic.total / GB:.3g}", f"over {cluster.intra.name}{across}"))
     phases = [
         (phase, f"{bytes_ / GB:.2f}", PHASES.get(phase, "") + (" ← the peak" if bytes_ == estimate.memory.peak else ""))
         for phase, bytes_ in estimate.memory.phases.items()
@@ -75,7 +75,7 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
         ("The same, phase by phase, GB", phases),
         ("Memory of a host, GB", [(part, f"{getattr(estimate.host, part) / GB:.1f}", f"{text} {of}") for part, text in HOST.items()]),
         ("Seconds of a step", _seconds(question, found)),
-        ("GB that a device sends in a step", sent),
+        ("GB that a device sends in a step", volumes),
         ("The run", _run(question, found, tokens)),
     ]
     lines = [f"{verdict}; needs {estimate.memory.reserved / GB:.1f} of {estimate.limit / GB:.1f} GB, {share:.0%}: {scale}"]

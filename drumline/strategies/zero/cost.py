@@ -125,7 +125,7 @@ class ZeroCosts(StrategySpec):
         # A bucket in the type of the gradients, and in fp32 what is sent of it.
         buckets = 2 if own.get("zero_optimization.overlap_comm") else 1
         taken = 0 if bf16_1 else (FULL if self.stage == 1 else width) * bucket * buckets
-        sent = FULL * min(bucket, cut.trainable) if low or bf16_1 else 0
+        message = FULL * min(bucket, cut.trainable) if low or bf16_1 else 0
         always = 0
         if optimizer != "none":
             always = width * cut.largest if layout.device == "cuda" else 2 * width * cut.largest + width * cut.flat // ranks
@@ -137,8 +137,8 @@ class ZeroCosts(StrategySpec):
             always=always,
             begun=taken,
             # A gradient of its own for the largest weight, which the bucket does not take where it is full.
-            backward=width * cut.largest + (sent if full else 0),
-            last=sent + (FULL * cut.trainable if self.stage == 1 and layout.precision == "fp16" else 0),
+            backward=width * cut.largest + (message if full else 0),
+            last=message + (FULL * cut.trainable if self.stage == 1 and layout.precision == "fp16" else 0),
             step=0 if low else FULL * cut.flat // ranks,
             early=early,
         )
