@@ -57,19 +57,32 @@ def evaluate(config_path: Path, overrides: list[str], place: Path | None) -> int
         raise UserError("drumline eval starts its own processes", where=str(launched_by()), fix="call it by itself")
     plan, weights, run_dir = planned(config_path, overrides, place)
     began = time.time()
-    code, metrics = _measure(plan, weights)
-    if code:
-        return code
+    scratch = Path(tempfile.mkdtemp(prefix="drumline-eval-"))  # ranks leave the run folder alone; this one is kept if they fail
+    events: list[Event] = []
+    (scratch / "checkpoints").mkdir()
+    there = plan.model_copy(update={"run_dir": str(scratch)})
+    there.save(scratch / "plan.json")
+    start = str(weights.checkpoint) if weights.checkpoint else None
+    with ExitStack() as at_end:
+        at_end.callback(shutil.rmtree, scratch, ignore_errors=True)
+        if code := launch(there, scratch / "plan.json", start, events.append, "drumline.inference.rank", trial=True):
+            at_end.pop_all()
+            return code
+    found = [event for event in events if isinstance(event, Eval)]
+    if not found:
+        raise DrumlineError("the ranks ended without a metric", where=str(scratch))
     result = {
         "weights": weights.origin,
-        "checkpoint": str(weights.checkpoint) if weights.checkpoint else None,
+        "checkpoint": start,
         "strategy": strategy_name(plan),
         "world_size": plan.mesh.world_size,
         "precision": plan.precision,
         "seconds": time.time() - began,
-        **metrics,
+        "step": found[-1].step if start else None,
+        "samples": found[-1].samples,
+        "metrics": found[-1].metrics,
     }
-    show(f"{weights.origin} on {metrics['samples']} held-out samples", metrics["metrics"])
+    show(f"{weights.origin} on {found[-1].samples} held-out samples", found[-1].metrics)
     write(run_dir, "held_out", result)
     return 0
 
@@ -115,50 +128,21 @@ class Weights:
 
 
 def find_weights(config_path: Path, overrides: list[str], place: Path | None, run_dir: Path) -> Weights:
-    """`place`: a checkpoint, a run folder or a Hugging Face folder; None: the best or newest checkpoint of `run_dir`, and before there
-    is one the model that training starts from. Raises CheckpointError for a place that is none of them."""
+    """`place`: a checkpoint, a run folder (its best checkpoint by eval.metric, else the newest whole one) or a Hugging Face folder; None:
+    `run_dir`, and before it has a checkpoint the model that training starts from. Raises CheckpointError for a place that is none."""
     loaded = load(config_path, overrides, trusted=False)
-    if place is None:
-        found = of_run(run_dir)
-        return Weights(loaded, found, str(found) if found else f"{loaded.config.model.id or 'the model'}, not trained")
-    if (place / "plan.json").exists():
-        found = of_run(place)
-        if found is None:
+    if place is None or (place / "plan.json").exists():
+        root = (place or run_dir) / "checkpoints"
+        found = pointed(root, "best") or newest(root, verify=False, alone=True).path
+        if found is None and place is not None:
             raise CheckpointError("this run has no whole checkpoint", where=str(place), fix="train first, or set checkpoint.every")
-        return Weights(loaded, found, str(found))
+        return Weights(loaded, found, str(found) if found else f"{loaded.config.model.id or 'the model'}, not trained")
     if (place / "config.json").exists():
         own = ["model.revision=null", "model.init=pretrained", "model.config={}", "adapter=none"]
         own += ["model.tokenizer=null"] if (place / "tokenizer_config.json").exists() else []
         return Weights(load(config_path, [*overrides, f"model.id={place.absolute()}", *own], trusted=False), None, str(place))
     check(place, verify=False, alone=True)
     return Weights(loaded, place, str(place))
-
-
-def of_run(run_dir: Path) -> Path | None:
-    """The best checkpoint by eval.metric, else the newest whole one; None where there is none."""
-    root = run_dir / "checkpoints"
-    return pointed(root, "best") or newest(root, verify=False, alone=True).path
-
-
-def _measure(plan: Plan, weights: Weights) -> tuple[int, dict[str, Any]]:
-    """(exit code, step, samples and metrics) of ranks that leave the run folder alone: theirs is a temporary one, kept if they fail."""
-    scratch = Path(tempfile.mkdtemp(prefix="drumline-eval-"))
-    events: list[Event] = []
-    (scratch / "checkpoints").mkdir()
-    there = plan.model_copy(update={"run_dir": str(scratch)})
-    there.save(scratch / "plan.json")
-    start = str(weights.checkpoint) if weights.checkpoint else None
-    with ExitStack() as at_end:
-        at_end.callback(shutil.rmtree, scratch, ignore_errors=True)
-        code = launch(there, scratch / "plan.json", start, events.append, "drumline.inference.rank", trial=True)
-        if code:
-            at_end.pop_all()
-            return code, {}
-    found = [event for event in events if isinstance(event, Eval)]
-    if not found:
-        raise DrumlineError("the ranks ended without a metric", where=str(scratch))
-    step = found[-1].step if weights.checkpoint else None
-    return 0, {"step": step, "samples": found[-1].samples, "metrics": found[-1].metrics}
 
 
 def show(title: str, metrics: dict[str, Any]) -> None:
