@@ -86,18 +86,6 @@ class Calibration:
     disk: Mapping[str, Measured] = field(default_factory=dict)
     products: Mapping[str, tuple[Product, ...]] = field(default_factory=dict)
 
-    def matmul_rate(self, precision: str, rows: int | None = None, width: int | None = None) -> float | None:
-        """FLOP/s at the measured shape nearest by ratios to (rows × width) · (width × width); without a shape, of large products; None
-        where nothing of that precision was measured."""
-        products = self.products.get(precision, ())
-        if rows is None or width is None or not products:
-            return self.matmul.get(precision)
-
-        def distance(p: Product) -> float:
-            return abs(math.log(p.rows / rows)) + abs(math.log(p.inner / width)) + abs(math.log(p.columns / width))
-
-        return min(products, key=distance).rate
-
     def line(self, kind: str, ranks: int) -> Measured | None:
         """The line of a collective on one host, for the measured group nearest in size. A broadcast takes the steps of an all-gather."""
         kind = "all_gather" if kind == "broadcast" else kind
@@ -171,9 +159,13 @@ class Cluster:
         return self.per_node * self.nodes
 
     def rate(self, precision: str, rows: int | None = None, width: int | None = None) -> float:
-        """FLOP/s of matrix products on one device: as measured, at the shape nearest to (rows × width) · (width × width) where that is
-        given; else the datasheet's times what large products reach of it. 0 for a precision that the device lacks."""
-        measured = self.calibration.matmul_rate(precision, rows, width)
+        """FLOP/s of matrix products on one device: as measured, at the shape nearest by ratios to (rows × width) · (width × width) where
+        that is given; else the datasheet's times what large products reach of it. 0 for a precision that the device lacks."""
+        products, measured = self.calibration.products.get(precision), self.calibration.matmul.get(precision)
+        if products and rows is not None and width is not None:
+            wanted = (rows, width, width)
+            apart = {p: sum(abs(math.log(a / b)) for a, b in zip((p.rows, p.inner, p.columns), wanted, strict=True)) for p in products}
+            measured = min(products, key=lambda p: apart[p]).rate
         return measured if measured is not None else self.device.efficiency * self.device.flops.get(precision, 0.0)
 
     def host_seconds(self, direction: Literal["to_device", "to_host"], bytes_: float) -> float:
