@@ -1,6 +1,6 @@
 """Activations of a layout by tracing our own engine at two numbers of layers: no memory, seconds, nothing but shapes.
 
-`_Late` gives tensors without memory (torch's FakeTensorMode), `Watch` counts what lives in each block while one micro-batch runs.
+`_FakeValues` gives tensors without memory (torch's FakeTensorMode), `Watch` counts what lives in each block while one micro-batch runs.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _child() -> None:
         dist.destroy_process_group()
 
 
-class _Answers(TorchDispatchMode):
+class _FixedScalars(TorchDispatchMode):
     """Answers that depend on values: every number is 1, a condition holds if `yes`, and a selection by a condition takes all entries."""
 
     def __init__(self, yes: bool) -> None:
@@ -341,7 +341,7 @@ def run(plan: Plan, rows: int, length: int, dtype: str | None = None) -> Traced:
         raise Untraceable("it cannot be laid out without weights")
     # The objective's trials of a small copy run for real; from `fill` on nothing does.
     with contextlib.ExitStack() as stack:
-        values = _Late(Loaded(), "cpu", 0, stack=stack, packs=config.packs, dtype=DTYPES[dtype] if dtype else None)
+        values = _FakeValues(Loaded(), "cpu", 0, stack=stack, packs=config.packs, dtype=DTYPES[dtype] if dtype else None)
         engine = prepare(plan, model, values, _Engine)
         if dtype:
             engine.autocast_dtype = None
@@ -360,7 +360,7 @@ def run(plan: Plan, rows: int, length: int, dtype: str | None = None) -> Traced:
 
 
 @dataclass(frozen=True)
-class _Late(Values):
+class _FakeValues(Values):
     """Values without memory: until `stack` is left, what is computed has shapes alone. `packs`: rows hold several documents."""
 
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -375,7 +375,7 @@ class _Late(Values):
         self.stack.callback(setattr, masking_utils, "is_tracing", masking_utils.is_tracing)
         masking_utils.is_tracing = lambda *_, **__: False
         self.stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        self.stack.enter_context(_Answers(not self.packs))
+        self.stack.enter_context(_FixedScalars(not self.packs))
         made: dict[int, torch.Tensor] = {}  # tied ones stay tied
         tables = [table for owner in (model.modules() if owners is None else owners) for table in (owner._parameters, owner._buffers)]
         for table in tables:

@@ -20,7 +20,7 @@ def spread(plan: Plan, model: nn.Module, module: nn.Module, values: Values) -> U
 
 class Scattered(nn.Module):
     """nn.DataParallel: a module like `module` (a ForwardWithObjective on the first GPU) whose forward uses all GPUs of the machine from one
-    process; on a CPU it does all rows itself. DDP is faster; this is for where only one process may be had.
+    process; on a CPU it does all rows itself. DDP is faster; this is for a host where one process alone may run.
 
     The rows of a batch are cut over the GPUs in equal runs, the weights copied to each, the sums added on the first. Where there are
     fewer rows than GPUs, some GPUs idle. nn.DataParallel cuts tensors alone, so a batch goes through it as a dict of its tensors.
