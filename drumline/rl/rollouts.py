@@ -226,27 +226,22 @@ class Rollouts:
         wanted = algorithm.minibatches * self.plan.batch.global_samples  # whole groups: plan.rollouts refuses others
         kept, spare = list[Sample](), list[Sample]()
         for _ in range(algorithm.rounds):
-            fresh = self._sample(self.curriculum.draw((wanted - len(kept)) // size), step, position)
-            position += len(fresh.samples) // size
+            ids = self.curriculum.draw((wanted - len(kept)) // size)
+            keys = [(position + place, index) for place in range(len(ids)) for index in range(size)]
+            with self._spend("generate"):
+                episodes = self._complete(self.prompts, np.repeat(ids, size).tolist(), keys, step)
+            with self._spend("reward"):
+                fresh = self._score(self.prompts, np.repeat(ids, size).tolist(), episodes)
+            by_domain: dict[str, list[float]] = {}
+            for sample in fresh.samples:
+                by_domain.setdefault(sample.domain, []).extend([] if math.isnan(sample.reward) else [sample.reward])
+            self.curriculum.learn(by_domain)
+            position += len(ids)
             for group, different in enumerate(fresh.differ(size)):
                 (kept if different or algorithm.rounds == 1 else spare).extend(fresh.samples[group * size : (group + 1) * size])
             if len(kept) == wanted:
                 break
         return replace(fresh, samples=[*kept, *spare][:wanted]), position
-
-    def _sample(self, ids: list[int], step: int, position: int) -> Sampled:
-        """A group of scored episodes for each of these prompts."""
-        size = self.algorithm.group_size
-        rows, keys = np.repeat(ids, size).tolist(), [(position + place, k) for place in range(len(ids)) for k in range(size)]
-        with self._spend("generate"):
-            episodes = self._complete(self.prompts, rows, keys, step)
-        with self._spend("reward"):
-            sampled = self._score(self.prompts, rows, episodes)
-        by_domain: dict[str, list[float]] = {}
-        for sample in sampled.samples:
-            by_domain.setdefault(sample.domain, []).extend([] if math.isnan(sample.reward) else [sample.reward])
-        self.curriculum.learn(by_domain)
-        return sampled
 
     def _complete(
         self, cache: TokenCache, ids: list[int], keys: list[tuple[int, int]], step: int, greedy: bool = False

@@ -210,7 +210,11 @@ class WeightFolder:
                 failure = failure or self._save(shard, folder, number)
             try:
                 if failure is None:
-                    self._load(folder)
+                    unread = f"the server must see {folder} under the same path; {DEV_MODE}"
+                    fixes = {404: DEV_MODE, 500: unread, 400: unread}
+                    self.server.request("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}, fixes)
+                    self.server.request("/reset_prefix_cache", {}, fixes)
+                    shutil.rmtree(self.folder / f"{(self.turn + 1) % 2}", ignore_errors=True)  # the previous weights: nothing reads them
             except DrumlineError as error:
                 failure = error
         else:
@@ -234,13 +238,6 @@ class WeightFolder:
             fix = f"set {WHERE}.folder to a folder with room"
             return EnvironmentFault(f"weights cannot be written: {error}", where=str(self.folder), fix=fix)
         return None
-
-    def _load(self, folder: Path) -> None:
-        unread = f"the server must see {folder} under the same path; {DEV_MODE}"
-        fixes = {404: DEV_MODE, 500: unread, 400: unread}
-        self.server.request("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}, fixes)
-        self.server.request("/reset_prefix_cache", {}, fixes)
-        shutil.rmtree(self.folder / f"{(self.turn + 1) % 2}", ignore_errors=True)  # the previous weights, which nothing reads any more
 
 
 def _shards(weights: Weights, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
