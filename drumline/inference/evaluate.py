@@ -128,12 +128,11 @@ class Weights:
 
 
 def find_weights(config_path: Path, overrides: list[str], place: Path | None, run_dir: Path) -> Weights:
-    """`place`: a checkpoint, a run folder (its best checkpoint by eval.metric, else the newest whole one) or a Hugging Face folder; None:
-    `run_dir`, and before it has a checkpoint the model that training starts from. Raises CheckpointError for a place that is none."""
+    """`place`: a checkpoint, a run folder or a Hugging Face folder; None: `run_dir`, and before it has a checkpoint the model that training
+    starts from. Raises CheckpointError for a place that is none of them."""
     loaded = load(config_path, overrides, trusted=False)
     if place is None or (place / "plan.json").exists():
-        root = (place or run_dir) / "checkpoints"
-        found = pointed(root, "best") or newest(root, verify=False, alone=True).path
+        found = of_run(place or run_dir)
         if found is None and place is not None:
             raise CheckpointError("this run has no whole checkpoint", where=str(place), fix="train first, or set checkpoint.every")
         return Weights(loaded, found, str(found) if found else f"{loaded.config.model.id or 'the model'}, not trained")
@@ -143,6 +142,12 @@ def find_weights(config_path: Path, overrides: list[str], place: Path | None, ru
         return Weights(load(config_path, [*overrides, f"model.id={place.absolute()}", *own], trusted=False), None, str(place))
     check(place, verify=False, alone=True)
     return Weights(loaded, place, str(place))
+
+
+def of_run(run_dir: Path) -> Path | None:
+    """The best checkpoint by eval.metric, else the newest whole one; None where there is none."""
+    root = run_dir / "checkpoints"
+    return pointed(root, "best") or newest(root, verify=False, alone=True).path
 
 
 def show(title: str, metrics: dict[str, Any]) -> None:
