@@ -23,7 +23,7 @@ from tests.hosts.namespaces import Host, ended, hosts
 from tests.tiny import tiny_model_dir
 
 TRAIN = (sys.executable, "-m", "drumline", "train")
-STEPS = 120
+STEPS = 60
 
 
 @pytest.fixture(scope="module")
