@@ -37,7 +37,9 @@ def config(folder: Path, ssh: Path, **launch: Any) -> Path:
     over = {"kind": "ssh", "hosts": ["a:1", "b:1", "c:1"], "nodes": {"min": 1}, "options": ["-F", str(ssh)], **launch}
     run, batch = {"steps": STEPS, "callbacks": [f"{ROOT}/tests/hosts/pace.py:Pace"]}, {"global_samples": 6, "micro_batch": 2}
     data = {"packing": False, "eval": []}
-    return write_config(folder, model, rows=60, launch=over, data=data, run=run, batch=batch, checkpoint={"every": 3})
+    return write_config(
+        folder, model, rows=60, launch=over, data=data, run=run, batch=batch, checkpoint={"every": 3}, optimizer={"lr": 1e-3}
+    )
 
 
 def alone(path: Path, run: Path) -> Path:
