@@ -65,7 +65,7 @@ class Store:
         try:
             self.fs, self.root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **options)
         except (ImportError, ValueError, OSError) as error:
-            extra = "pip install 'drumline[s3]'" if scheme == "s3" else f"install the package of fsspec for {scheme}://"
+            extra = "pip install s3fs" if scheme == "s3" else f"install the package of fsspec for {scheme}://"
             raise EnvironmentFault(redact(first_line(error)), where=self.url, fix=extra) from None
 
     def put(self, local: Path, name: str) -> None:
