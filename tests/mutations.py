@@ -60,8 +60,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a resumed run starts its data anew", "train/build.py",
-        "build_streams(plan, plan.mesh.data_rank(ranks.rank), state.position, device)",
-        "build_streams(plan, plan.mesh.data_rank(ranks.rank), 0, device)",
+        "build_streams(plan, plan.mesh.data_rank(ranks.rank), position, gather.device)",
+        "build_streams(plan, plan.mesh.data_rank(ranks.rank), 0, gather.device)",
         ("tests/distributed/test_resume_pairs.py::test_goes_on_under_another[ddp 2 to fsdp2 2]",),
     ),
     Mutation(
@@ -117,7 +117,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a checkpoint has its name before it is whole", "checkpoint/save.py",
-        'folder = self.root / f"{UNFINISHED}{folder_name(job.step)}-{secrets.token_hex(4)}"', "folder = self.root / folder_name(job.step)",
+        'self.root / self.ranks.first(lambda: f"{UNFINISHED}{folder_name(job.step)}-{secrets.token_hex(4)}")',
+        "self.root / folder_name(job.step)",
         ("tests/unit/test_checkpoint_save.py", "tests/faults/test_checkpoint_kills.py"),
     ),
     Mutation(

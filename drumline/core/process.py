@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import cache
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
@@ -39,6 +39,7 @@ LOOK_SECONDS = 0.2
 LAST_SECONDS = 1.0  # a process that it has started may have its standard error
 SECRET_COMES = "DRUMLINE_STDIN"  # a variable of ranks: the first line of standard input is the secret of their store
 PIPE = subprocess.PIPE
+Process = subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True)
@@ -270,6 +271,12 @@ def start_module(module: str, *arguments: str, keeps: Sequence[int]) -> subproce
     somebody reads. Raises OSError."""
     command = [sys.executable, "-m", module, *arguments]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=keeps, start_new_session=True)
+
+
+def start_command(command: Sequence[str], env: Mapping[str, str], log: IO[str] | None = None) -> Process:
+    """A command in a process and a session of its own, with nothing on its stdin. What it prints goes to `log`, or where this process
+    prints. Raises OSError."""
+    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
 
 def run_command(

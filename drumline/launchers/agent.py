@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from drumline.core.process import PIPE, SECRET_COMES, is_suspended
+from drumline.core.process import PIPE, SECRET_COMES, exit_code, is_suspended
 from drumline.core.signals import LauncherSignals
 from drumline.errors import NotSaved
 from drumline.hardware.detect import Groups, usable_cores
@@ -190,8 +189,7 @@ class Agent(LocalElasticAgent):
         asleep = self.hang is not None and any(seen.state == "D" for seen in self.hang.seen)
         self._dead_at = self._dead_at or time.monotonic() + (ASLEEP_SECONDS if asleep else DEATH_SECONDS)
         for process in self._processes().values():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, self._dead_at - time.monotonic()))
+            exit_code(process, max(0.0, self._dead_at - time.monotonic()))
 
     def strike(self) -> None:
         """The same without waiting. Each rank is the leader of a session of its own."""

@@ -6,12 +6,12 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
+from drumline.core.process import output_of
 from drumline.errors import EnvironmentFault
 
 LOOPBACK = "127.0.0.1"
@@ -193,11 +193,7 @@ def address(node: str) -> str:
     except socket.gaierror:
         pass
     command = ["scontrol", "show", "node", node, "--oneliner"]
-    try:
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        shown = ""
-    if found := re.search(r"\bNodeAddr=(\S+)", shown):
+    if found := re.search(r"\bNodeAddr=(\S+)", output_of(command, SCONTROL_SECONDS) or ""):
         return found[1]
     fix = "set MASTER_ADDR to a name or an address of the first host"
     raise EnvironmentFault(f"the host {node!r} of rank 0 has no address", where="SLURM_STEP_NODELIST", fix=fix)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from drumline.core.launcher import OnOutOfMemory
 from drumline.core.plan import Plan
+from drumline.core.process import Process, start_command
 from drumline.core.signals import LauncherSignals
 from drumline.errors import EnvironmentFault, NotSaved
 from drumline.launchers.lease import Lease
@@ -50,12 +50,12 @@ class StepRanks:
         command = ["srun", *place, *cores, *alone, *files, *task]
         env = {**os.environ, **({"MASTER_PORT": str(self.options.port)} if self.options.port else {})}
         with (logs / "srun.log").open("w") as log:
-            srun = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            srun = start_command(command, env, log)
         killed = self._watch(srun, logs, signals)
         self.signal = signals.number
         return [_end(rank, logs, killed, signals.number) for rank in range(self.size)]
 
-    def _watch(self, srun: subprocess.Popen[bytes], logs: Path, signals: LauncherSignals) -> bool:
+    def _watch(self, srun: Process, logs: Path, signals: LauncherSignals) -> bool:
         """Wait for the end of the step, and kill it where that does not come. Returns whether it was killed."""
         forwarded = killed = False
         until: float | None = None

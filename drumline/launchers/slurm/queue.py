@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drumline.core.files import write_whole
+from drumline.core.process import run_command
 from drumline.core.signals import LauncherSignals
 from drumline.errors import EnvironmentFault
 from drumline.foreign import first_line
@@ -33,13 +33,15 @@ def ask(*command: str) -> str:
     """What a program of Slurm answers. Raises EnvironmentFault."""
     fix = "is this a login host of the cluster, and does Slurm run?"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        code, out, err = run_command(command, seconds=ANSWER_SECONDS)
+    except OSError as error:
         raise EnvironmentFault(f"{command[0]} gives no answer: {first_line(error)}", where="launch", fix=fix) from None
-    if done.returncode:
-        what = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+    if code is None:
+        raise EnvironmentFault(f"{command[0]} gives no answer in {ANSWER_SECONDS:g} s", where="launch", fix=fix)
+    if code:
+        what = " ".join(err.split()) or f"exit code {code}"
         raise EnvironmentFault(f"{command[0]} refuses: {what}", where="launch", fix="change the launch section as it says")
-    return done.stdout.strip()
+    return out.strip()
 
 
 def submit(options: SlurmLauncher, plan_path: Path, resume: str | None) -> str:

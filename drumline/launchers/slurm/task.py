@@ -8,14 +8,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 from types import FrameType
 
 from drumline.core.files import write_whole
-from drumline.core.process import tied
+from drumline.core.process import Process, start_command, tied
 from drumline.hardware.detect import Groups, usable_cores
 from drumline.launchers.tasks import task_variables
 
@@ -27,7 +26,7 @@ def main(logs: Path, module: str, *arguments: str) -> int:
     env |= {"TORCHELASTIC_ERROR_FILE": str(logs / f"rank-{rank}.json"), "OMP_NUM_THREADS": threads}
     groups = Groups.of_this_process()
     kills = groups.oom_kills()
-    process: subprocess.Popen[bytes] | None = None
+    process: Process | None = None
     before = 0
 
     def hand_on(number: int, frame: FrameType | None) -> None:
@@ -39,7 +38,7 @@ def main(logs: Path, module: str, *arguments: str) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, hand_on)
     # A session of its own: a signal to the task's group comes once.
-    process = subprocess.Popen([sys.executable, *tied(module, *arguments)], env=env, start_new_session=True)
+    process = start_command([sys.executable, *tied(module, *arguments)], env)
     if before:
         process.send_signal(before)
     code = process.wait()
