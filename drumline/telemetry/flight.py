@@ -8,12 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from drumline.errors import EnvironmentFault
 
 RECENT = 200  # entries that a rank reports; the recorder keeps 2000
-TORCH = f"{Path(torch.__file__).parent}/"
 # What ranks bring to these may differ: one of them has all, or each as much as it has.
 UNEVEN = {"all_to_all", "alltoall", "alltoall_base", "gather", "scatter", "reduce"}
 LEFT_OUT = "has left one out"
@@ -23,17 +20,21 @@ Entry = dict[str, Any]  # JSON: group, number, op, sizes, dtypes, line, waits
 def recent(after: int = -1, most: int = RECENT) -> list[Entry]:
     """This rank's newest collectives, oldest first, but for sends to one rank; those recorded after the entry `after` (its `id`). May be
     called from any thread, while another waits in a collective."""
+    import torch  # the launcher, which reads what ranks report, does without
+
     try:
         from drumline.vendor.torch import dump_flight_recorder
     except EnvironmentFault:
         return []  # another torch costs the report of a hang a line, and nothing else
     made = pickle.loads(dump_flight_recorder())  # noqa: S301 - bytes that torch has made in this process just now
     entries = [e for e in made.get("entries", ()) if e["record_id"] > after and not e["is_p2p"]]
-    return [_entry(entry) for entry in sorted(entries, key=lambda entry: entry["record_id"])[-most:]]
+    inner = f"{Path(torch.__file__).parent}/"
+    return [_entry(entry, inner) for entry in sorted(entries, key=lambda entry: entry["record_id"])[-most:]]
 
 
-def _entry(raw: dict[str, Any]) -> Entry:
-    ours = [f for f in raw.get("frames", ()) if not f["filename"].startswith(TORCH)]
+def _entry(raw: dict[str, Any], inner: str) -> Entry:
+    """`inner`: the folder whose lines are not the user's."""
+    ours = [f for f in raw.get("frames", ()) if not f["filename"].startswith(inner)]
     line = f"{ours[0]['filename']}:{ours[0]['line']} in {ours[0]['name']}" if ours else ""
     return {
         "id": raw["record_id"],
