@@ -95,7 +95,7 @@ def _loaded(draft: Draft, path: Path, overrides: list[str], trusted: bool, laid_
     for name, key in (("model", "chat_template"), ("cluster", "calibration")):
         if (file := getattr(section := getattr(config, name), key, None)) is not None:
             # Ranks read it from the plan, and no longer know where the YAML was.
-            update[name] = section.model_copy(update={key: str((path.parent / file).absolute())})
+            update[name] = section.model_copy(update={key: str((path.parent / Path(file).expanduser()).absolute())})
     return Loaded(config.model_copy(update=update), path, path.parent, tuple(draft.notes), draft.resume, draft.old or laid_over)
 
 

@@ -189,6 +189,7 @@ def test_differences_tell_what_matters() -> None:
 def test_templates_are_found_from_anywhere(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(DATA + "model: {chat_template: t.jinja}\n")
     assert load(tmp_path / "c.yaml", []).config.model.chat_template == str(tmp_path / "t.jinja")
+    assert load(tmp_path / "c.yaml", ["model.chat_template=~/t.jinja"]).config.model.chat_template == str(Path.home() / "t.jinja")
 
 
 def test_schema_describes_every_key_and_allows_short_forms() -> None:
