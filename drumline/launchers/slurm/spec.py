@@ -69,7 +69,7 @@ class SlurmLauncher(LauncherSpec):
     partition: Name | None = Field(None, description="Partition; null: the cluster's default.")
     account: Name | None = Field(None, description="Account that is charged; null: your default.")
     qos: Name | None = Field(None, description="Quality of service; null: your default.")
-    time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] | Annotated[int, Field(gt=0)] | None = Field(
+    time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] | Annotated[int, Field(gt=0, le=10**7)] | None = Field(
         None, description="Time limit: minutes, 8:00:00, or 1-12:00:00 with days; null: the partition's default."
     )
     gpus: int | None = Field(None, gt=0, le=4096, description="GPUs of each node; null: as gres says, or none.")
