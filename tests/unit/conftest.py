@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -21,6 +23,13 @@ def no_process_group_is_left() -> Iterator[None]:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def the_environment_is_what_it_was() -> Iterator[None]:
+    """What becomes a rank sets variables of its process; the next file on this worker is none."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture

@@ -260,7 +260,7 @@ def test_what_counts_and_what_does_not(tmp_path: Path, tokenizer_dir: str) -> No
     others: list[dict[str, Any]] = [{"max_length": 65}, {"packing": False}, {"learn_on": "all"}, {"truncation": "drop"}, {"holdout": 1}]
     others += [{"algorithm": "pretrain"}, {"train": [{"kind": "file", "path": "rows.jsonl", "limit": 9}]}]
     (tmp_path / "own.jinja").write_text(CHATML.replace("assistant", "bot"))
-    others += [{"model": {"chat_template": "own.jinja"}}]
+    others += [{"model": {"chat_template": str(tmp_path / "own.jinja")}}]
     names = [cached_name(config(tmp_path, **other), tokenizer_dir, tmp_path) for other in others]
     assert len({first.name, *names}) == len(others) + 1
     other_tokenizer = tmp_path / "tokenizer"
