@@ -44,8 +44,31 @@ def missing() -> str | None:
 class Host:
     """One of them. `pid`: of its first process, in this machine's counting; `ssh_config`: for `ssh -F`, the same for all."""
 
-    def __init__(self, name: str, address: str, pid: int, veth: str, ssh_config: Path) -> None:
-        self.name, self.address, self.pid, self.veth, self.ssh_config = name, address, pid, veth, ssh_config
+    def __init__(self, name: str, address: str, veth: str, bridge: str, folder: Path) -> None:
+        self.name, self.address, self.veth, self.bridge, self.folder = name, address, veth, bridge, folder
+        self.ssh_config = folder / "ssh_config"
+
+    def boot(self) -> None:
+        """Namespaces, a cable to the bridge, and sshd."""
+        script = f"mount --bind {self.folder}/hosts-{self.name} /etc/hosts && mkdir -p /run/sshd && exec sleep infinity"
+        self.starter = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", "unshare", "-num", "-p", "--mount-proc", "--fork", "--kill-child", "sh", "-c", script],
+            stdin=subprocess.DEVNULL,
+        )
+        self.pid = _first_process(self.starter.pid)
+        _ip("link", "add", self.veth, "type", "veth", "peer", "name", "eth0", "netns", str(self.pid))
+        _ip("link", "set", self.veth, "master", self.bridge, "up")
+        self.run("hostname", self.name)
+        for command in (["addr", "add", f"{self.address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"], ["link", "set", "lo", "up"]):
+            self.run("ip", *command)
+        self.run(SSHD, "-f", self.folder / "sshd_config", "-E", self.folder / f"sshd-{self.name}.log")
+
+    def die(self) -> None:
+        """As without power: the cable first, so that nothing is said to the others, and then all that runs there."""
+        self.link(up=False)
+        self.starter.kill()  # and with the first process all of its namespace
+        self.starter.wait()
+        subprocess.run(["ip", "link", "del", self.veth], capture_output=True, check=False, timeout=20)
 
     def command(self, *command: object) -> list[str]:
         """What runs `command` there, in the folder that this process is in."""
@@ -67,8 +90,8 @@ class Host:
         )
 
     def link(self, up: bool) -> None:
-        """Its cable."""
-        subprocess.run(["ip", "link", "set", self.veth, "up" if up else "down"], check=True, timeout=20)
+        """Its cable; none of a host that has died."""
+        subprocess.run(["ip", "link", "set", self.veth, "up" if up else "down"], check=up, capture_output=True, timeout=20)
 
     def processes(self, marker: str) -> list[str]:
         """Command lines there that hold `marker`."""
@@ -98,37 +121,21 @@ def hosts(folder: Path, names: Sequence[str]) -> Iterator[dict[str, Host]]:
     folder.mkdir(parents=True, exist_ok=True)
     tag, made = f"{os.getpid() % 10**5:05d}", dict[str, Host]()
     bridge, net = f"dl{tag}", f"10.{66 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
-    starters: list[subprocess.Popen[bytes]] = []
     _make_keys(folder)
     known = "".join(f"{net}.{number} {name}\n" for number, name in enumerate(names, 2))
     try:
         _ip("link", "add", bridge, "type", "bridge")
         _ip("link", "set", bridge, "up")
         for number, name in enumerate(names, 2):
-            veth, address = f"v{tag}{number}", f"{net}.{number}"
             (folder / f"hosts-{name}").write_text(f"127.0.0.1 localhost\n{known}")
-            script = f"mount --bind {folder}/hosts-{name} /etc/hosts && mkdir -p /run/sshd && exec sleep infinity"
-            starter = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", "unshare", "-num", "-p", "--mount-proc", "--fork", "--kill-child", "sh", "-c", script],
-                stdin=subprocess.DEVNULL,
-            )
-            starters.append(starter)
-            host = made[name] = Host(name, address, _first_process(starter.pid), veth, folder / "ssh_config")
-            _ip("link", "add", veth, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
-            _ip("link", "set", veth, "master", bridge, "up")
-            host.run("hostname", name)
-            for command in (["addr", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"], ["link", "set", "lo", "up"]):
-                host.run("ip", *command)
-            host.run(SSHD, "-f", folder / "sshd_config", "-E", folder / f"sshd-{name}.log")
+            made[name] = Host(name, f"{net}.{number}", f"v{tag}{number}", bridge, folder)
+            made[name].boot()
         for host in made.values():
             _await_sshd(host)
         yield made
     finally:
-        for starter in starters:
-            starter.kill()  # and with the first process all of its namespace
-            starter.wait()
         for host in made.values():
-            subprocess.run(["ip", "link", "del", host.veth], capture_output=True, check=False, timeout=20)
+            host.die()
         subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False, timeout=20)
 
 

@@ -27,15 +27,15 @@ STEPS = 60
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Host]]:
-    with hosts(tmp_path_factory.mktemp("net"), ["a", "b", "c"]) as made:
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Host]]:
+    with hosts(tmp_path_factory.mktemp("net"), ["a", "b", "c", "d"]) as made:
         yield made
 
 
 def config(folder: Path, ssh: Path, **launch: Any) -> Path:
     model = tiny_model_dir(folder / "model")
-    over = {"kind": "ssh", "hosts": ["a:1", "b:1", "c:1"], "nodes": {"min": 1}, "options": ["-F", str(ssh)], **launch}
-    run, batch = {"steps": STEPS, "callbacks": [f"{ROOT}/tests/hosts/pace.py:Pace"]}, {"global_samples": 6, "micro_batch": 2}
+    over = {"kind": "ssh", "hosts": ["a:1", "b:1", "c:1", "d:1"], "nodes": {"min": 1}, "options": ["-F", str(ssh)], **launch}
+    run, batch = {"steps": STEPS, "callbacks": [f"{ROOT}/tests/hosts/pace.py:Pace"]}, {"global_samples": 12, "micro_batch": 3}
     data = {"packing": False, "eval": []}
     return write_config(
         folder, model, rows=60, launch=over, data=data, run=run, batch=batch, checkpoint={"every": 3}, optimizer={"lr": 1e-3}
@@ -51,46 +51,61 @@ def alone(path: Path, run: Path) -> Path:
     return run
 
 
-@pytest.mark.full
-def test_a_host_goes_and_comes_back_and_the_run_is_that_of_one_host(three: dict[str, Host], tmp_path: Path) -> None:
-    path, run = config(tmp_path, three["a"].ssh_config), tmp_path / "run"
-    (tmp_path / "slow").touch()
-    process = three["a"].start(*TRAIN, path)
-    wait_for(run, "step", 5, process)
-    three["c"].link(up=False)
-    try:
-        cut = time.time()
-        left = wait_for(run, "fault", 0, process)
-        assert left["host"] == "c" and left["t"] - cut < 3 * 10 and left["action"] == "restart"
-        assert SILENT_SECONDS < 10
-        shrunk = wait_for(run, "run_start", 0, process, after=left["t"])
-        assert shrunk["world_size"] == 2
-        again = wait_for(run, "save", 0, process, after=shrunk["t"])
-    finally:
-        three["c"].link(up=True)
-    grown = wait_for(run, "run_start", 0, process, after=again["t"])
-    assert grown["world_size"] == 3
-    (tmp_path / "slow").unlink()
-    code, out = ended(process, 280)
-    assert code == 0, out
-    assert "goes on with 2 of 3 hosts: a, b" in out and "goes on with 3 of 3 hosts: a, b, c" in out
-    assert [event["to"].split(",")[0] for event in events(run, "replan")] == ["2 ranks", "3 ranks"]
-    reference = alone(path, tmp_path / "alone")
+def same_as_alone(path: Path, run: Path) -> None:
+    """Every sample once, in the same order and with the same learning rate: the losses and weights are those of one process."""
+    reference = alone(path, path.with_name("alone"))
+    for name in ("lr", "tokens", "samples"):
+        assert {e["step"]: e[name] for e in events(run, "step")} == {e["step"]: e[name] for e in events(reference, "step")}
     assert losses(run).keys() == set(range(1, STEPS + 1))
     assert losses(run) == pytest.approx(losses(reference), rel=1e-5)
-    assert {e["step"]: e["lr"] for e in events(run, "step")} == {e["step"]: e["lr"] for e in events(reference, "step")}
     same_weights(run, reference, 1e-5)
 
 
+def without_ranks(host: Host) -> None:
+    """The ranks of a host that is cut off end by themselves."""
+    until = time.time() + 3 * SILENT_SECONDS
+    while host.processes("drumline.train.entry"):
+        assert time.time() < until
+        time.sleep(0.2)
+
+
 @pytest.mark.full
-def test_too_few_hosts_end_the_start_in_one_line(three: dict[str, Host], tmp_path: Path) -> None:
-    three["c"].link(up=False)
+def test_a_host_goes_and_comes_back_and_the_run_is_that_of_one_host(four: dict[str, Host], tmp_path: Path) -> None:
+    path, run = config(tmp_path, four["a"].ssh_config), tmp_path / "run"
+    (tmp_path / "slow").touch()
+    process = four["a"].start(*TRAIN, path)
+    wait_for(run, "step", 5, process)
+    four["d"].link(up=False)
     try:
-        path = config(tmp_path, three["a"].ssh_config, nodes={"min": 3})
-        code, out = ended(three["a"].start(*TRAIN, path), 120)
+        cut = time.time()
+        left = wait_for(run, "fault", 0, process)
+        assert left["host"] == "d" and left["t"] - cut < 3 * 10 and left["action"] == "restart"
+        assert SILENT_SECONDS < 10
+        without_ranks(four["d"])
+        shrunk = wait_for(run, "run_start", 0, process, after=left["t"])
+        assert shrunk["world_size"] == 3
+        again = wait_for(run, "save", 0, process, after=shrunk["t"])
     finally:
-        three["c"].link(up=True)
-    assert code == 2 and "2 of at least 3 hosts are there" in out and not (tmp_path / "run").exists(), out
+        four["d"].link(up=True)
+    grown = wait_for(run, "run_start", 0, process, after=again["t"])
+    assert grown["world_size"] == 4
+    (tmp_path / "slow").unlink()
+    code, out = ended(process, 280)
+    assert code == 0, out
+    assert "goes on with 3 of 4 hosts: a, b, c\n" in out and "goes on with 4 of 4 hosts: a, b, c, d\n" in out
+    assert [event["to"].split(",")[0] for event in events(run, "replan")] == ["3 ranks", "4 ranks"]
+    same_as_alone(path, run)
+
+
+@pytest.mark.full
+def test_too_few_hosts_end_the_start_in_one_line(four: dict[str, Host], tmp_path: Path) -> None:
+    four["c"].link(up=False)
+    try:
+        path = config(tmp_path, four["a"].ssh_config, nodes={"min": 4})
+        code, out = ended(four["a"].start(*TRAIN, path), 120)
+    finally:
+        four["c"].link(up=True)
+    assert code == 2 and "3 of at least 4 hosts are there" in out and not (tmp_path / "run").exists(), out
 
 
 class Standing:
