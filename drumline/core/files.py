@@ -4,12 +4,13 @@ writes by it, too."""
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +19,7 @@ from drumline.core.process import named, this_process
 
 UNFINISHED = ".tmp-"
 STALE_SECONDS = 24 * 3600.0
+PIECE, PIECES = 2**20, 16  # of a large file so many pieces of a MiB are read, evenly spaced: it may lie on a network
 OURS = re.compile(rf"{re.escape(UNFINISHED)}(\d+-\d+-[0-9a-f]{{8}})-[0-9a-f]{{8}}")
 
 
@@ -141,3 +143,27 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def digest(path: Path) -> str | None:
+    """Of the names, sizes and contents of a file, or of all in a folder; None where there is none. Of a large file pieces are read."""
+    if not path.exists():
+        return None
+    whole = hashlib.sha256()
+    for file in sorted(each for each in (path.rglob("*") if path.is_dir() else [path]) if each.is_file()):
+        name = str(file.relative_to(path)) if path.is_dir() else ""
+        if any(part.startswith(".") for part in Path(name).parts):  # what a download keeps for itself
+            continue
+        size = file.stat().st_size
+        whole.update(f"{name}\0{size}\0".encode())
+        with file.open("rb") as content:
+            for start in _starts(size):
+                content.seek(start)
+                whole.update(content.read(PIECE))
+    return whole.hexdigest()
+
+
+def _starts(size: int) -> Sequence[int]:
+    if size <= PIECE * PIECES:
+        return range(0, size, PIECE)
+    return [(size - PIECE) * number // (PIECES - 1) for number in range(PIECES)]

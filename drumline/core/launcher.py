@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 from pydantic import Field
 
@@ -34,6 +34,15 @@ class Reached:
 
 # (what was known when memory ran out, the last step done) → (the plan's verdict, why the run does not go on; None: plan.json is new).
 OnOutOfMemory = Callable[["Exhausted", int], tuple[str, str | None]]
+
+
+class Replans(Protocol):
+    """An OnOutOfMemory that plans for another number of ranks, too."""
+
+    def __call__(self, out: Exhausted, step: int, /) -> tuple[str, str | None]: ...
+
+    def resize(self, ranks: int, /) -> bool:
+        """Makes plan.json anew; False where there is no plan for so many."""
 
 
 class LauncherSpec(Spec):
@@ -66,7 +75,7 @@ class LauncherSpec(Spec):
 
     def processes(self) -> int | None:
         """How many ranks `start` starts; None: as many as `nproc` and this machine's devices say."""
-        return None
+        return sum(self.host_ranks()) or None
 
     def machine(self, config: Config) -> Machine | None:
         """A host that ranks run on, to plan for; None: this one. Raises EnvironmentFault where nobody knows what it has."""
@@ -100,12 +109,10 @@ class LauncherSpec(Spec):
     def compare(self, plan: Plan, early: Any) -> None:
         """Raises EnvironmentFault where hosts differ in what the plan needs. The lease of the run folder is held, and nothing is in it."""
 
-    def start(
-        self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: OnOutOfMemory, early: Any
-    ) -> int:
+    def start(self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: Replans, early: Any) -> int:
         """Run the ranks of a plan to their end and return the exit code (`drumline.errors`). A rank is `python -m drumline.train.entry
         PLAN`, perhaps with `--resume` and where to go on, in the variables above. Each event of the run goes to `on_event`
-        (`telemetry.events.Tail` follows events.jsonl); `on_oom` is called when memory ran out."""
+        (`telemetry.events.Tail` follows events.jsonl); `on_oom` makes a new plan when memory ran out."""
         raise EnvironmentFault(f"launcher {self.kind} starts no ranks", where="launch.kind", fix="start them as its program does")
 
 

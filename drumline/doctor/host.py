@@ -23,6 +23,8 @@ from typing import Any
 import psutil
 
 from drumline import __version__
+from drumline.core.files import digest
+from drumline.core.network import source_address
 from drumline.core.process import output_of
 from drumline.doctor.check import Check, Host, Verdict
 from drumline.hardware.detect import Groups, Machine, cache_dir, detect, free_bytes, likely_gpus
@@ -33,14 +35,14 @@ SHM_BYTES, OPEN_FILES = GIB, 4096  # below: loader workers and NCCL run out; con
 FEW_BYTES, SCARCE_BYTES = GIB, 20 * GIB  # free on a disk: nothing fits; a few checkpoints of a small model do
 WRITTEN, SLOW = 64 * MIB, 100e6  # bytes that are written to measure a disk, and bytes/s below which saves stand out
 NETWORK_DISKS = ("nfs", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "cifs", "smb", "afs", "fuse.", "9p", "virtiofs", "wekafs", "pvfs")
-ENDS = MIB  # bytes of each end of a file that a digest reads
 SMI = 20.0  # seconds that nvidia-smi may take
 NONE = "none"
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is meant to run here. Paths are of this host; `peers`: names of the other hosts; `interface`: of `launch.interface`."""
+    """What is meant to run here. Paths are of this host; `peers`: names of the other hosts; `interface`: of `launch.interface`;
+    `only`: names of the LOOKS to take; nothing: all."""
 
     run_dir: str = "."
     cache_dir: str | None = None
@@ -49,6 +51,7 @@ class Question:
     port: int | None = None
     peers: tuple[str, ...] = ()
     interface: str | None = None
+    only: tuple[str, ...] = ()
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Question:
@@ -60,6 +63,8 @@ def examine(question: Question) -> Host:
     """All checks of this host. One that raises is itself a finding."""
     machine, checks, facts = detect(), list[Check](), dict[str, str]()
     for look in LOOKS:
+        if question.only and look.__name__ not in question.only:
+            continue
         try:
             checks += look(question, machine, facts)
         except Exception as error:  # noqa: BLE001 - the rest may still say something
@@ -128,7 +133,7 @@ def names(question: Question, machine: Machine, facts: dict[str, str]) -> Iterat
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(own, None)})
         alone = all(address.startswith(("127.", "::1")) for address in addresses) and bool(question.peers)
-        mend = "other hosts would be told of a loopback address: give the host its address in /etc/hosts or DNS"
+        mend = "other hosts would get a loopback address: give the host its address in /etc/hosts or DNS"
         yield Check("host name", f"{own} is {', '.join(addresses)}", "fail" if alone else "ok", mend)
     except OSError as error:
         yield Check("host name", f"{own} does not resolve: {error}", "fail" if question.peers else "warn", f"add {own} to /etc/hosts")
@@ -151,23 +156,13 @@ def ports(question: Question, machine: Machine, facts: dict[str, str]) -> Iterat
 def interfaces(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     of = {e.address: name for name, entries in psutil.net_if_addrs().items() for e in entries if e.family == socket.AF_INET and name in up}
-    used = of.get(route(question.peers[0] if question.peers else "127.0.0.1"), "?")
+    used = of.get(source_address(question.peers[0] if question.peers else "127.0.0.1") or "", "?")
     set_here = question.interface or os.environ.get("NCCL_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME")
     listed = ", ".join(f"{name} {address}" for address, name in of.items())
     if set_here and not any(name.startswith(set_here.lstrip("=").split(",")[0]) for name in of.values()) and not set_here.startswith("^"):
         yield Check("interfaces", f"{listed}; {set_here} is set", "fail", f"no interface {set_here} is up here: name one of these")
     else:
         yield Check("interfaces", f"{listed}; used: {set_here or used}")
-
-
-def route(host: str) -> str:
-    """Our address on the way to a host, empty where there is no way; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))
-        except OSError:
-            return ""
-        return str(probe.getsockname()[0])
 
 
 def shared_memory(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
@@ -190,19 +185,22 @@ def _limit(value: int, unit: int, name: str) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else f"{value // unit:,}{name}"
 
 
-def disks(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    for what, path in (("run folder", Path(question.run_dir)), ("cache", Path(question.cache_dir or cache_dir()))):
-        place = path.absolute()
-        while not place.exists():
-            place = place.parent
-        above = [mount for mount in psutil.disk_partitions(all=True) if place.is_relative_to(mount.mountpoint)]
-        kind = max(above, key=lambda mount: len(mount.mountpoint)).fstype if above else "?"
-        shared = kind.startswith(NETWORK_DISKS)
-        where = f"{place} ({kind}, {'shared between hosts' if shared else 'of this host alone'})"
-        yield _disk(what, where, place, bool(question.peers) and what == "run folder" and not shared)
+def run_folder(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
+    yield _disk("run folder", Path(question.run_dir), needs_sharing=bool(question.peers))
 
 
-def _disk(what: str, where: str, place: Path, should_be_shared: bool) -> Check:
+def cache(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
+    yield _disk("cache", Path(question.cache_dir or cache_dir()), needs_sharing=False)
+
+
+def _disk(what: str, path: Path, needs_sharing: bool) -> Check:
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    above = [mount for mount in psutil.disk_partitions(all=True) if place.is_relative_to(mount.mountpoint)]
+    kind = max(above, key=lambda mount: len(mount.mountpoint)).fstype if above else "?"
+    shared = kind.startswith(NETWORK_DISKS)
+    where = f"{place} ({kind}, {'shared between hosts' if shared else 'of this host alone'})"
     free = free_bytes(place)
     try:
         speed = write_speed(place) if free > WRITTEN * 4 else 0.0
@@ -215,7 +213,7 @@ def _disk(what: str, where: str, place: Path, should_be_shared: bool) -> Check:
         return Check(what, found, "warn", "little for checkpoints: free some space, or keep fewer (checkpoint.keep)")
     if speed < SLOW:
         return Check(what, found, "warn", "saves will be slow: another disk, or checkpoint.async")
-    if should_be_shared:
+    if needs_sharing and not shared:
         return Check(what, found, "warn", "several hosts need a folder that all of them see, or checkpoint.replicas")
     return Check(what, found)
 
@@ -250,25 +248,12 @@ def digests(question: Question, machine: Machine, facts: dict[str, str]) -> Iter
         if missing:
             yield Check(what, f"{missing[0]} is not here", "fail", "copy it to this host under the same path, or use a shared folder")
             continue
-        facts[what] = digest([Path(path) for path in paths])
+        whole = "".join(digest(Path(path)) or "" for path in paths)
+        facts[what] = hashlib.sha256(whole.encode()).hexdigest()[:12]
         yield Check(what, f"{facts[what]} ({', '.join(paths)})")
 
 
-def digest(paths: list[Path]) -> str:
-    """12 hex digits over the names, sizes and both ends of files, or of all files in folders: enough to tell copies apart, in seconds."""
-    total = hashlib.sha256()
-    for root in paths:
-        for path in sorted(each for each in root.rglob("*") if each.is_file()) if root.is_dir() else [root]:
-            size = path.stat().st_size
-            total.update(f"{path.relative_to(root)} {size}\n".encode())
-            with path.open("rb") as file:
-                total.update(file.read(ENDS))
-                file.seek(max(0, size - ENDS))
-                total.update(file.read(ENDS))
-    return total.hexdigest()[:12]
-
-
-LOOKS: tuple[Look, ...] = (versions, gpus, infiniband, names, ports, interfaces, shared_memory, limits, disks, memory, digests)
+LOOKS: tuple[Look, ...] = (versions, gpus, infiniband, names, ports, interfaces, shared_memory, limits, run_folder, cache, memory, digests)
 
 
 def main() -> None:

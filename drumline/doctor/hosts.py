@@ -20,8 +20,7 @@ from drumline.hardware.detect import Machine
 ALL = "all"
 CLOCKS = 1.0  # seconds that hosts may differ: logs of several are read side by side
 SLOW = 0.5  # of a link's usual rate: below it a pair is warned of
-# What is looked at before a run of several hosts, besides what differs between them.
-BEFORE_RUN = ("host", "versions", "host name", "peer name", "port", "interfaces", "run folder")
+BEFORE_RUN = ("versions", "names", "ports", "interfaces", "run_folder")  # doctor.host.LOOKS before a run of several hosts
 
 
 def examined(reached: Mapping[str, Reached], question: Question) -> list[Host]:
@@ -65,9 +64,9 @@ def compared(
 def preflight(reached: Mapping[str, Reached], question: Question, machine: Machine, inter: str) -> list[str]:
     """Before a run of several hosts: versions, names, ports, clock, disk and one all-reduce. Returns a line for each warning. Raises
     EnvironmentFault with the first check that failed, and its mend."""
-    hosts = examined(reached, question)
+    hosts = examined(reached, replace(question, only=BEFORE_RUN))
     hosts.append(compared(reached, hosts, machine, inter, question.interface))
-    looked = [(host, check) for host in hosts for check in host.checks if host.name == ALL or check.name in BEFORE_RUN]
+    looked = [(host, check) for host in hosts for check in host.checks]
     for host, check in looked:
         if check.verdict == "fail":
             where = "preflight" if host.name == ALL else f"host {host.name}"

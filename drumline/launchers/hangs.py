@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.core.redact import redact
+from drumline.core.redact import plain
 from drumline.telemetry.flight import LEFT_OUT, Entry, blame, describe, first_difference
 
 FRAMES, MOST_LINES = 6, 16
@@ -105,16 +105,7 @@ class Hang:
         }
         stacks = {str(each.rank): each.stacks for each in self.seen if each.stacks}
         noted = {"message": self.message, "traceback": self.text(), "time": time.time(), "exit_code": 1}
-        return {**noted, "hang": redacted(event), "stacks": redacted(stacks)}
-
-
-def redacted(values: Any) -> Any:
-    """The same without secrets."""
-    if isinstance(values, str):
-        return redact(values)
-    if isinstance(values, Mapping):
-        return {key: redacted(value) for key, value in values.items()}
-    return [redacted(value) for value in values] if isinstance(values, list | tuple) else values
+        return {**noted, "hang": plain(event), "stacks": plain(stacks)}
 
 
 def main_lines(stacks: str) -> list[str]:
@@ -195,7 +186,7 @@ def aborted(log: Path) -> dict[str, Any] | None:
     stack = main_lines(text.partition("Fatal Python error")[2].partition("\n\n")[2].partition("\n\nExtension modules")[0])
     message = f"the ranks begin different collectives: {found[1]} bytes came where this one waits for {found[2]}; see its stack and theirs"
     noted = {"message": message, "traceback": "\n".join(["innermost first:", *stack]), "time": time.time(), "exit_code": 1}
-    return redacted(noted)
+    return dict(plain(noted))
 
 
 def write_stacks(logs: Path, stacks: Mapping[str, str]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from drumline.core.launcher import LauncherSpec, OnOutOfMemory
+from drumline.core.launcher import LauncherSpec, Replans
 from drumline.core.plan import Plan
 from drumline.launchers.environment import listen
 
@@ -32,9 +32,7 @@ class LocalLauncher(LauncherSpec):
         """Raises EnvironmentFault for a port that is taken."""
         listen(self.port).close()
 
-    def start(
-        self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: OnOutOfMemory, early: Any
-    ) -> int:
+    def start(self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: Replans, early: Any) -> int:
         from drumline.launchers.local import launch
 
         return launch(plan, plan_path, resume, on_event, on_oom=on_oom, early=early)

@@ -18,7 +18,7 @@ from drumline.core.registry import make
 from drumline.core.resolve import resolve
 from drumline.core.strategy import StrategySpec
 from drumline.errors import PlanError
-from drumline.hardware.detect import detect
+from drumline.hardware.detect import Machine, detect
 from drumline.launchers.local import furthest_step
 from drumline.models import load as models
 from drumline.planner.cluster import cluster_here
@@ -31,6 +31,11 @@ from drumline.telemetry.events import EventLog, Replan
 from drumline.train.setup import predict
 
 MOST_REPLANS = 4
+
+
+def machine_of(plan: Plan) -> Machine:
+    """A host that its ranks run on."""
+    return plan.config.launch.machine(plan.config) or detect()
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ def question(plan: Plan, ranks: int | None = None) -> Question:
     policy = Found(models.load_config(plan.model_path, model), model, plan.model_path)
     cluster, _ = cluster_here(
         plan.config,
-        plan.config.launch.machine(plan.config) or detect(),
+        machine_of(plan),
         plan.device,
         (ranks or plan.mesh.world_size) * plan.devices_per_rank,
     )
@@ -194,7 +199,7 @@ class Replanner:
         plan = resolve(
             config,
             run_dir=old.run_dir,
-            machine=old.config.launch.machine(old.config) or detect(),
+            machine=machine_of(old),
             world_size=ranks,
             facts=request.facts if request else None,
             model_path=old.model_path,

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from drumline.core.files import digest
 from drumline.core.launcher import Reached
 from drumline.core.process import run_module
 from drumline.doctor import command, host
 from drumline.doctor.check import Check, Host, differences
 from drumline.doctor.command import as_text, asked_by, doctor
 from drumline.doctor.diagnose import Finding, advice, diagnose, moment, ordered, rank_without_log, search
-from drumline.doctor.host import Question, digest, examine
+from drumline.doctor.host import Question, examine
 from drumline.doctor.hosts import compared, examined, expected, judged, preflight
 from drumline.doctor.reduce import rounds
 from drumline.errors import EnvironmentFault, UserError
@@ -264,11 +265,11 @@ def test_digests_tell_copies_apart(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name / "sub").mkdir(parents=True)
         (tmp_path / name / "sub" / "w").write_bytes(b"x" * 2**22)
-    assert digest([tmp_path / "a"]) == digest([tmp_path / "b"])
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
     with (tmp_path / "b/sub/w").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"y")
-    assert digest([tmp_path / "a"]) != digest([tmp_path / "b"])
+    assert digest(tmp_path / "a") != digest(tmp_path / "b")
 
 
 def test_hosts_are_compared() -> None:

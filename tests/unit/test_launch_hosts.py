@@ -15,6 +15,7 @@ import pytest
 from torch.distributed import PrefixStore
 
 from drumline.core import network
+from drumline.core.files import digest
 from drumline.core.load import load_values
 from drumline.core.process import SECRET_COMES
 from drumline.dist import start
@@ -22,7 +23,7 @@ from drumline.errors import ConfigError, EnvironmentFault
 from drumline.launchers.agent import open_store
 from drumline.launchers.environment import listen
 from drumline.launchers.hosts import link
-from drumline.launchers.hosts.facts import digest, facts, machine_of, require_same_versions
+from drumline.launchers.hosts.facts import facts, machine_of, require_same_versions
 from drumline.launchers.ssh.spec import SSHLauncher
 from drumline.launchers.ssh.start import ssh_command
 from drumline.planner.cluster import cluster_here
@@ -133,7 +134,7 @@ def test_versions_and_devices_that_differ_are_named() -> None:
 
 
 def test_a_digest_is_of_names_sizes_and_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drumline.launchers.hosts.facts.PIECE", 16)
+    monkeypatch.setattr("drumline.core.files.PIECE", 16)
     assert digest(tmp_path / "none") is None
     (tmp_path / "large").write_bytes(bytes(1000))
     seen = {digest(tmp_path)}

@@ -21,12 +21,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from drumline.core.files import digest
 from drumline.core.network import CHOOSE, interface_to
 from drumline.core.process import tied
 from drumline.core.signals import LauncherSignals
 from drumline.errors import EnvironmentFault, UserError
 from drumline.launchers.agent import Agent, Place
-from drumline.launchers.hosts.facts import digest, facts
+from drumline.launchers.hosts.facts import facts
 from drumline.launchers.hosts.link import AGENT_SECONDS, BEAT_SECONDS, CONNECT_SECONDS, Link, Message, call, store_secret
 from drumline.launchers.lease import has_lease
 from drumline.launchers.postmortem import RankEnd, log_lines

@@ -25,10 +25,12 @@ from drumline.launchers.environment import listen
 from drumline.launchers.hosts.link import SILENT_SECONDS, Link, Message, answer
 from drumline.launchers.postmortem import RankEnd
 
+AGENT = "drumline.launchers.hosts.agent"
 START_SECONDS = 180.0  # for an agent to import torch, and to be here
 BACK_SECONDS = 60.0  # for a host that was lost to be there again, before the next attempt
 AGAIN_SECONDS = 2.0  # between two starts of an agent
 REPLY_SECONDS = 600.0  # for a host to read the files of a model
+LEAVE_SECONDS = 5.0  # for an agent that was sent away
 END_SECONDS = 30.0  # beyond the ranks' own time to end, for a host to report it
 LOOK_SECONDS = 0.1
 CUT_OFF = f"its host has given no sign for {SILENT_SECONDS:g} s: it is down, suspended, or cut off from the network"
@@ -198,16 +200,20 @@ class Hosts:
     # ---------------------------------------------------------------------------------------------------------- attempts
 
     def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
-        """The ranks of all hosts, once. Raises EnvironmentFault where a host cannot take part from the beginning."""
+        """The ranks of all hosts. Raises EnvironmentFault where a host cannot take part from the beginning."""
         try:
-            self.gather(lambda: signals.number, BACK_SECONDS if self._begun else 0.0)
-            ends = Attempt(self, logs, signals).run(rank)
+            return self._attempt(rank, logs, signals)
         except Interrupted as stop:
             return [RankEnd(0, -stop.number, None, logs / "rank-0.log", at=time.time())]
         except EnvironmentFault as fault:
             if not self._begun:
                 raise
             return [lost(0, fault.what, logs, "")]
+
+    def _attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
+        """The same, raising Interrupted at a signal, too."""
+        self.gather(lambda: signals.number, BACK_SECONDS if self._begun else 0.0)
+        ends = Attempt(self, logs, signals).run(rank)
         self._begun = True
         return ends
 

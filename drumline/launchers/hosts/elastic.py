@@ -16,7 +16,7 @@ from typing import Any
 
 from drumline.core.signals import Interrupted, LauncherSignals
 from drumline.errors import EnvironmentFault
-from drumline.launchers.hosts.coordinator import BACK_SECONDS, LOOK_SECONDS, Attempt, Hosts, lost
+from drumline.launchers.hosts.coordinator import BACK_SECONDS, LOOK_SECONDS, Attempt, Hosts
 from drumline.launchers.postmortem import RankEnd
 from drumline.telemetry.events import Event, Save, read
 
@@ -68,26 +68,19 @@ class ElasticHosts(Hosts):
         self._next_look = now + EVENTS_SECONDS
         return any(isinstance(event, self.joins_at) for event in read(self._events)[self._past :])
 
-    def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
+    def _attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
         """The ranks of the hosts that are there; more than once where hosts come meanwhile."""
         self._events = logs.parents[1] / "events.jsonl"
-        try:
-            while True:
-                self._fit(signals)
-                self._past = len(read(self._events))
-                attempt = Attempt(self, logs, signals)
-                ends = attempt.run(rank)
-                self._begun = True
-                if not attempt.paused or signals.number or 75 not in {end.exitcode for end in ends}:
-                    return ends
-                rank = [*rank[:2], "--resume", "newest"]
-                logs = logs.with_name(f"attempt-{int(logs.name.removeprefix('attempt-')) + 1}")
-        except Interrupted as stop:
-            return [RankEnd(0, -stop.number, None, logs / "rank-0.log", at=time.time())]
-        except EnvironmentFault as fault:
-            if not self._begun:
-                raise
-            return [lost(0, fault.what, logs, "")]
+        while True:
+            self._fit(signals)
+            self._past = len(read(self._events))
+            attempt = Attempt(self, logs, signals)
+            ends = attempt.run(rank)
+            self._begun = True
+            if not attempt.paused or signals.number or 75 not in {end.exitcode for end in ends}:
+                return ends
+            rank = [*rank[:2], "--resume", "newest"]
+            logs = logs.with_name(f"attempt-{int(logs.name.removeprefix('attempt-')) + 1}")
 
     def _fit(self, signals: LauncherSignals) -> None:
         """Choose who takes part, as many as there is a plan for. Raises EnvironmentFault where too few hosts come in time."""

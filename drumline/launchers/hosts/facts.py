@@ -1,13 +1,11 @@
-"""What hosts must have in common: versions, and the files of model and data. No torch where there is no GPU."""
+"""What hosts must have in common: versions and devices. No torch where there is no GPU."""
 
 from __future__ import annotations
 
-import hashlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from drumline import __version__
@@ -15,7 +13,6 @@ from drumline.errors import EnvironmentFault
 from drumline.hardware.detect import Device, Machine, detect
 
 PACKAGES = ("torch", "transformers")
-PIECE, PIECES = 2**20, 16  # of a large file so many pieces of a MiB are read, evenly spaced: it may lie on a network
 
 
 def facts() -> dict[str, Any]:
@@ -51,27 +48,3 @@ def require_same_versions(own: Mapping[str, Any], hosts: Mapping[str, Mapping[st
     if len(kinds) > 1:
         what = f"host {kinds['cuda']} has GPUs, and host {kinds['cpu']} has none"
         raise EnvironmentFault(what, where="launch.hosts", fix="name hosts with the same devices, or use run.device=cpu on hosts without")
-
-
-def digest(path: Path) -> str | None:
-    """Of the names, sizes and contents of a file, or of all in a folder; None where there is none. Of a large file pieces are read."""
-    if not path.exists():
-        return None
-    whole = hashlib.sha256()
-    for file in sorted(each for each in (path.rglob("*") if path.is_dir() else [path]) if each.is_file()):
-        name = str(file.relative_to(path)) if path.is_dir() else ""
-        if any(part.startswith(".") for part in Path(name).parts):  # what a download keeps for itself
-            continue
-        size = file.stat().st_size
-        whole.update(f"{name}\0{size}\0".encode())
-        with file.open("rb") as content:
-            for start in _starts(size):
-                content.seek(start)
-                whole.update(content.read(PIECE))
-    return whole.hexdigest()
-
-
-def _starts(size: int) -> Sequence[int]:
-    if size <= PIECE * PIECES:
-        return range(0, size, PIECE)
-    return [(size - PIECE) * number // (PIECES - 1) for number in range(PIECES)]

@@ -91,9 +91,6 @@ class KubernetesLauncher(LauncherSpec):
     def host_ranks(self) -> tuple[int, ...]:
         return (self.processes_per_node,) * self.nodes
 
-    def processes(self) -> int:
-        return sum(self.host_ranks())
-
     def volume_of(self, path: str) -> Volume | None:
         """The one that a folder of the container lies on."""
         parts = PurePosixPath(path)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from drumline.core.launcher import LauncherSpec, OnOutOfMemory
+from drumline.core.launcher import Replans
 from drumline.core.plan import Plan
-from drumline.core.section import Above0, PathText
-from drumline.hardware.detect import Machine
+from drumline.core.section import Above0
+from drumline.launchers.hosts.spec import HostsLauncher
 
 if TYPE_CHECKING:
-    from drumline.core.config import Config
     from drumline.launchers.hosts.coordinator import Hosts
 
 
@@ -25,10 +23,9 @@ def _in_cluster(address: str) -> str:
     return address
 
 
-class RayLauncher(LauncherSpec):
+class RayLauncher(HostsLauncher):
     """Nodes of a Ray cluster, with the same folders and packages on each: an actor on each has the agent that starts its ranks."""
 
-    short: ClassVar[bool] = False
     kind: Literal["ray"] = "ray"
     address: Annotated[str, AfterValidator(_in_cluster)] | None = Field(
         None,
@@ -42,7 +39,6 @@ class RayLauncher(LauncherSpec):
     gpus: int = Field(0, ge=0, le=64, description="GPUs of each actor, and its processes unless nproc says another number.")
     cpus: Above0 = Field(1.0, description="CPUs of each actor.")
     resources: dict[str, Above0] = Field({}, description="Other resources of each actor, such as accelerator_type:H100.")
-    workdir: PathText | None = Field(None, description="The folder on the nodes that relative paths begin in; null: the path of this one.")
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -52,42 +48,20 @@ class RayLauncher(LauncherSpec):
     def host_ranks(self) -> tuple[int, ...]:
         return (self.nproc or max(1, self.gpus),) * self.nodes
 
-    def processes(self) -> int:
-        return sum(self.host_ranks())
+    def make_hosts(self) -> Hosts:
+        from drumline.launchers.ray.start import make_hosts
 
-    def machine(self, config: Config) -> Machine | None:
-        """The node with the least memory."""
-        from drumline.launchers.hosts.facts import machine_of
-        from drumline.launchers.ray.start import gathered
-
-        found = [machine_of(remote.facts) for remote in gathered(self).remotes.values()]
-        return min(found, key=lambda each: min((device.memory_bytes for device in each.devices), default=each.memory_bytes))
-
-    @contextmanager
-    def early(self, config: Config, plan_path: Path) -> Iterator[Hosts]:
-        from drumline.launchers.ray.start import gathered, leave
-
-        try:
-            yield gathered(self)
-        finally:
-            leave(self)
+        return make_hosts(self)
 
     def submission(self, plan: Plan, plan_path: Path, resume: str | None) -> str:
         ranks = f"{self.nodes} × {self.host_ranks()[0]} ranks"
         return f"# a placement group of {self.nodes} × {self.bundle}, {self.placement}: an agent in each bundle, {ranks}\n"
 
-    def compare(self, plan: Plan, early: Hosts) -> None:
-        from drumline.launchers.ssh.start import compare
-
-        compare(plan, early)
-
     def prepare(self, hosts: Hosts) -> None:
         """What an attempt depends on."""
         hosts.grace, hosts.counts = self.grace_seconds, dict(zip(hosts.remotes, self.host_ranks(), strict=True))
 
-    def start(
-        self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: OnOutOfMemory, early: Hosts
-    ) -> int:
+    def start(self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: Replans, early: Hosts) -> int:
         from drumline.launchers.local import launch
 
         self.prepare(early)

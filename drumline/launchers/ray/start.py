@@ -19,18 +19,14 @@ from drumline.core.process import Helper, exit_code, tied
 from drumline.core.redact import redact
 from drumline.errors import EnvironmentFault
 from drumline.foreign import first_line
-from drumline.launchers.hosts.coordinator import Hosts
-from drumline.launchers.hosts.facts import facts, require_same_versions
+from drumline.launchers.hosts.coordinator import AGENT, LEAVE_SECONDS, Hosts
 from drumline.launchers.hosts.link import Message
 
 if TYPE_CHECKING:
     from drumline.launchers.ray.spec import RayLauncher
 
-AGENT = "drumline.launchers.hosts.agent"
 ANSWER_SECONDS = 5.0  # for an actor that is there; a node that is gone is noticed by the link to its agent
 PLACE_SECONDS = 120.0  # for the placement group, and for what an actor imports
-LEAVE_SECONDS = 5.0  # for an agent that was sent away
-_gathered: dict[str, Hosts] = {}  # by the spec, as JSON
 
 
 class Node:
@@ -136,31 +132,14 @@ def reason(error: Exception) -> str:
     return f"its actor{on} died" + (f" ({detail[1]})" if detail else "")
 
 
-def gathered(spec: RayLauncher) -> Hosts:
-    """The nodes of a spec, with an agent on each. Raises EnvironmentFault where they cannot be had, or differ."""
-    key = spec.model_dump_json()
-    if key not in _gathered:
-        actors = Actors(spec, _placed(spec))
-        address = address_of(spec.interface) if spec.interface else _own_ip()
-        if address is None:
-            what = f"this host has no interface {spec.interface!r} with an address"
-            raise EnvironmentFault(what, where="launch.interface", fix="see: ip addr")
-        hosts = Hosts(actors.names, actors, address, spec.port, spec.interface, actors.ips)
-        _gathered[key] = hosts
-        try:
-            hosts.gather()
-            require_same_versions(facts(), {name: remote.facts for name, remote in hosts.remotes.items()})
-        except BaseException:
-            leave(spec)
-            raise
-    return _gathered[key]
-
-
-def leave(spec: RayLauncher) -> None:
-    """Send the agents of a spec away, and the actors after them."""
-    hosts = _gathered.pop(spec.model_dump_json(), None)
-    if hosts is not None:
-        hosts.close()
+def make_hosts(spec: RayLauncher) -> Hosts:
+    """The nodes of a spec, without agents. Raises EnvironmentFault where they cannot be had."""
+    actors = Actors(spec, _placed(spec))
+    address = address_of(spec.interface) if spec.interface else _own_ip()
+    if address is None:
+        what = f"this host has no interface {spec.interface!r} with an address"
+        raise EnvironmentFault(what, where="launch.interface", fix="see: ip addr")
+    return Hosts(actors.names, actors, address, spec.port, spec.interface, actors.ips)
 
 
 def require_head(address: str) -> None:

@@ -33,7 +33,7 @@ class StepRanks:
     """The ranks of a plan as the tasks of one step."""
 
     def __init__(self, options: SlurmLauncher) -> None:
-        self.options, self.size = options, options.processes()
+        self.options, self.size = options, sum(options.host_ranks())
         self.signal = 0  # that the last attempt was stopped by
 
     def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from drumline.core.cluster import MOST_NODES
-from drumline.core.launcher import LauncherSpec, OnOutOfMemory
+from drumline.core.launcher import LauncherSpec, Replans
 from drumline.core.plan import Plan
 from drumline.errors import EnvironmentFault
 from drumline.hardware.detect import Device, Machine, detect
@@ -92,8 +92,8 @@ class SlurmLauncher(LauncherSpec):
     def ranks_of_node(self) -> int:
         return self.nproc or self.gpus_of_node or 1
 
-    def processes(self) -> int:
-        return self.nodes * self.ranks_of_node
+    def host_ranks(self) -> tuple[int, ...]:
+        return (self.ranks_of_node,) * self.nodes
 
     def machine(self, config: Config) -> Machine:
         """A node: its GPUs are those of `cluster`, else as this host's."""
@@ -126,9 +126,7 @@ class SlurmLauncher(LauncherSpec):
 
         return script(self, plan_path, resume)
 
-    def start(
-        self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: OnOutOfMemory, early: Any
-    ) -> int:
+    def start(self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: Replans, early: Any) -> int:
         from drumline.launchers.slurm.queue import follow, submit
 
         job = submit(self, plan_path, resume)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from drumline.core.launcher import LauncherSpec, OnOutOfMemory, Reached
+from drumline.core.launcher import Reached, Replans
 from drumline.core.plan import Plan
 from drumline.core.section import PathText, Section
-from drumline.hardware.detect import Machine
+from drumline.launchers.hosts.spec import HostsLauncher
 
 if TYPE_CHECKING:
-    from drumline.core.config import Config
     from drumline.launchers.hosts.coordinator import Hosts
 
 # USER@NAME:DEVICES, or USER@[IPv6]:DEVICES. No name begins with a hyphen: ssh would take it for an option.
@@ -36,10 +34,9 @@ class NodesConfig(Section):
     max: int | None = Field(None, gt=0, le=4096, description="More stand by; null: all of `hosts`.")
 
 
-class SSHLauncher(LauncherSpec):
+class SSHLauncher(HostsLauncher):
     """Hosts that ssh reaches without a password, with the same folders and packages on each."""
 
-    short: ClassVar[bool] = False
     kind: Literal["ssh"] = "ssh"
     hosts: Annotated[tuple[Annotated[str, AfterValidator(_host)], ...], Field(min_length=1, max_length=4096)] = Field(
         description="The hosts, each perhaps with its number of devices: [a, b:8]; without one: nproc, or what the host has."
@@ -50,7 +47,6 @@ class SSHLauncher(LauncherSpec):
         " null: all of `hosts`, always.",
     )
     python: PathText | None = Field(None, description="The interpreter on the hosts; null: the path of this one.")
-    workdir: PathText | None = Field(None, description="The folder on the hosts that relative paths begin in; null: the path of this one.")
     preflight: bool = Field(
         True, description="Before a run of several hosts: compare versions, names, ports, clocks and disks, and make one all-reduce."
     )
@@ -82,31 +78,15 @@ class SSHLauncher(LauncherSpec):
         match = HOST.fullmatch(host)
         return int(match["devices"]) if match and match["devices"] else self.nproc or max(1, devices)
 
-    def machine(self, config: Config) -> Machine | None:
-        """The one with the least memory on a device."""
-        from drumline.launchers.ssh.start import machines
-
-        def room(machine: Machine) -> int:
-            return min((device.memory_bytes for device in machine.devices), default=machine.memory_bytes)
-
-        return min(machines(self).values(), key=room)
-
     def host_ranks(self) -> tuple[int, ...]:
         from drumline.launchers.ssh.start import counts
 
         return tuple(counts(self).values())
 
-    def processes(self) -> int:
-        return sum(self.host_ranks())
+    def make_hosts(self) -> Hosts:
+        from drumline.launchers.ssh.start import make_hosts
 
-    @contextmanager
-    def early(self, config: Config, plan_path: Path) -> Iterator[Hosts]:
-        from drumline.launchers.ssh.start import gathered, leave
-
-        try:
-            yield gathered(self)
-        finally:
-            leave(self)
+        return make_hosts(self)
 
     def submission(self, plan: Plan, plan_path: Path, resume: str | None) -> str:
         from drumline.launchers.ssh.start import submission
@@ -114,9 +94,9 @@ class SSHLauncher(LauncherSpec):
         return submission(self, plan, plan_path, resume)
 
     def compare(self, plan: Plan, early: Hosts) -> None:
-        from drumline.launchers.ssh.start import compare, preflight_of
+        from drumline.launchers.ssh.start import preflight_of
 
-        compare(plan, early)
+        super().compare(plan, early)
         if self.preflight and len(self.hosts) > 1:
             preflight_of(self, plan)
 
@@ -125,16 +105,14 @@ class SSHLauncher(LauncherSpec):
 
         return reach(self)
 
-    def start(
-        self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: OnOutOfMemory, early: Hosts
-    ) -> int:
+    def start(self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: Replans, early: Hosts) -> int:
         from drumline.launchers.hosts.elastic import ElasticHosts
         from drumline.launchers.local import launch
         from drumline.launchers.ssh.start import make_elastic
 
         early.grace = self.grace_seconds
         if isinstance(early, ElasticHosts):
-            make_elastic(self, plan, early, getattr(on_oom, "resize"))  # noqa: B009 - of who plans anew after memory ran out
+            make_elastic(self, plan, early, on_oom.resize)
         return launch(plan, plan_path, resume, on_event, on_oom=on_oom, ranks=early)
 
 

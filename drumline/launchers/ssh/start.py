@@ -19,22 +19,19 @@ from drumline.core.process import Helper, exit_code, run_command, tied
 from drumline.core.redact import redact
 from drumline.errors import EnvironmentFault
 from drumline.hardware.detect import Machine, detect
-from drumline.launchers import lease
-from drumline.launchers.hosts.coordinator import Hosts
+from drumline.launchers.hosts.coordinator import AGENT, LEAVE_SECONDS, Hosts
 from drumline.launchers.hosts.elastic import ElasticHosts
-from drumline.launchers.hosts.facts import digest, facts, machine_of, require_same_versions
+from drumline.launchers.hosts.facts import facts, machine_of, require_same_versions
+from drumline.launchers.hosts.gathered import compare, gathered
 from drumline.launchers.hosts.link import Message
 from drumline.telemetry.events import Save, Step
 
 if TYPE_CHECKING:
     from drumline.launchers.ssh.spec import SSHLauncher
 
-AGENT = "drumline.launchers.hosts.agent"
 # No question on a terminal; and it ends when the host does not answer any more, as the link to the agent does.
 OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3", "-T", "-x", "-a")
 PROXIES = {"proxyjump", "proxycommand"}
-LEAVE_SECONDS = 5.0  # for an agent that was sent away
-_gathered: dict[SSHLauncher, Hosts] = {}
 
 
 class SSH:
@@ -42,9 +39,8 @@ class SSH:
 
     def __init__(self, spec: SSHLauncher, here: set[str]) -> None:
         self.spec, self.here = spec, here
-        self.shown: Callable[[str], bool] = lambda name: (
-            False
-        )  # whose agent's words are; before it is there they are the reason of an error
+        # Whose agent's words are; before it is there they are the reason of an error.
+        self.shown: Callable[[str], bool] = lambda name: False
         self._agents: dict[str, Helper] = {}
 
     def start(self, name: str, settings: Message) -> None:
@@ -87,28 +83,19 @@ def ssh_command(spec: SSHLauncher, name: str, module: str = AGENT) -> list[str]:
     return ["ssh", *OPTIONS, *spec.options, name.replace("[", "").replace("]", ""), remote]
 
 
-def gathered(spec: SSHLauncher) -> Hosts:
-    """The hosts of a spec, with an agent on each. Raises EnvironmentFault that names a host that cannot be had, or differs."""
-    if spec not in _gathered:
-        found = {place: _addresses(spec, place) for place in spec.places}
-        peers = [each[0] for each in found.values() if each]
-        here = {place for place, each in found.items() if each and is_here(each[0])}
-        address = _own_address(spec, peers)
-        ssh = SSH(spec, here)
-        given = (spec.places, ssh, address, spec.port, spec.interface, peers)
-        if spec.nodes is None:
-            hosts = Hosts(*given)
-        else:
-            hosts = ElasticHosts(*given, least=spec.nodes.min, most=spec.nodes.max or len(spec.places))
-        _gathered[spec] = hosts
-        ssh.shown = lambda name: hosts.remotes[name].link is not None
-        try:
-            hosts.gather()
-            require_same_versions(facts(), {name: hosts.remotes[name].facts for name in hosts.there()})
-        except BaseException:
-            leave(spec)
-            raise
-    return _gathered[spec]
+def make_hosts(spec: SSHLauncher) -> Hosts:
+    """The hosts of a spec, without agents. Raises EnvironmentFault for a name without an address."""
+    found = {place: _addresses(spec, place) for place in spec.places}
+    peers = [each[0] for each in found.values() if each]
+    here = {place for place, each in found.items() if each and is_here(each[0])}
+    ssh = SSH(spec, here)
+    given = (spec.places, ssh, _own_address(spec, peers), spec.port, spec.interface, peers)
+    if spec.nodes is None:
+        hosts = Hosts(*given)
+    else:
+        hosts = ElasticHosts(*given, least=spec.nodes.min, most=spec.nodes.max or len(spec.places))
+    ssh.shown = lambda name: hosts.remotes[name].link is not None
+    return hosts
 
 
 def reach(spec: SSHLauncher) -> dict[str, Reached]:
@@ -125,13 +112,6 @@ def _run(spec: SSHLauncher, name: str, here: bool, module: str, question: str, s
         return run_command(command, question, seconds, spec.workdir if here else None)
     except OSError as error:
         return 1, "", f"{error.filename or command[0]}: {error.strerror}"
-
-
-def leave(spec: SSHLauncher) -> None:
-    """Send the agents of a spec away."""
-    hosts = _gathered.pop(spec, None)
-    if hosts is not None:
-        hosts.close()
 
 
 def machines(spec: SSHLauncher) -> Mapping[str, Machine]:
@@ -200,25 +180,6 @@ def _own_address(spec: SSHLauncher, peers: list[str]) -> str:
         raise EnvironmentFault(what, where="launch.hosts", fix="set launch.interface to the one that all of them reach")
     own = next((each for each in peers if is_here(each) and not is_loopback(each)), "127.0.0.1")
     return str(next(iter(sources), own))
-
-
-def compare(plan: Plan, hosts: Hosts) -> None:
-    """Raises EnvironmentFault where a host has another run folder, or other files of model or data."""
-    run_dir = Path(plan.run_dir)
-    roles = [role.model_path for role in plan.roles.values()]
-    caches = [plan.data.train_cache, plan.data.eval_cache] if plan.data and not plan.config.plain else []
-    paths = sorted({path for path in (plan.model_path, *roles, *caches) if path and Path(path).exists()})
-    own = {path: digest(Path(path)) for path in paths}
-    order = {"do": "check", "lease": lease.token_of(run_dir), "run_dir": plan.run_dir, "paths": paths}
-    for name, answer in hosts.ask(order, "checked").items():
-        if not answer["shared"]:
-            what = f"host {name} does not have the run folder that this host writes to"
-            fix = "put it on storage that all hosts mount at the same place, with run.dir=…"
-            raise EnvironmentFault(what, where=str(run_dir.absolute()), fix=fix)
-        for path, theirs in answer["digests"].items():
-            if theirs != own[path]:
-                what = f"host {name} " + ("does not have it" if theirs is None else "has other files there")
-                raise EnvironmentFault(what, where=path, fix="copy this host's there, or put it on storage that all hosts mount")
 
 
 def preflight_of(spec: SSHLauncher, plan: Plan) -> None:

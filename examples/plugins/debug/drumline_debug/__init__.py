@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from drumline.core.launcher import LauncherSpec, OnOutOfMemory
+from drumline.core.launcher import LauncherSpec, Replans
 from drumline.core.plan import Plan
 
 
@@ -14,9 +14,7 @@ class Inline(LauncherSpec):
     def processes(self) -> int:
         return 1
 
-    def start(
-        self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: OnOutOfMemory, early: Any
-    ) -> int:
+    def start(self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: Replans, early: Any) -> int:
         from drumline.train.entry import run
 
         run(plan, resume, on_event)

@@ -1,0 +1,58 @@
+"""The hosts of a launcher's spec with an agent on each, gathered once; what all of them must have for a plan. No torch here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drumline.core.files import digest
+from drumline.core.plan import Plan
+from drumline.errors import EnvironmentFault
+from drumline.launchers import lease
+from drumline.launchers.hosts.facts import facts, require_same_versions
+
+if TYPE_CHECKING:
+    from drumline.launchers.hosts.coordinator import Hosts
+    from drumline.launchers.hosts.spec import HostsLauncher
+
+_gathered: dict[str, Hosts] = {}  # by the spec, as JSON
+
+
+def gathered(spec: HostsLauncher) -> Hosts:
+    """Raises EnvironmentFault that names a host that cannot be had, or differs."""
+    key = spec.model_dump_json()
+    if key not in _gathered:
+        hosts = _gathered[key] = spec.make_hosts()
+        try:
+            hosts.gather()
+            require_same_versions(facts(), {name: hosts.remotes[name].facts for name in hosts.there()})
+        except BaseException:
+            leave(spec)
+            raise
+    return _gathered[key]
+
+
+def leave(spec: HostsLauncher) -> None:
+    """Send the agents of a spec away."""
+    hosts = _gathered.pop(spec.model_dump_json(), None)
+    if hosts is not None:
+        hosts.close()
+
+
+def compare(plan: Plan, hosts: Hosts) -> None:
+    """Raises EnvironmentFault where a host has another run folder, or other files of model or data."""
+    run_dir = Path(plan.run_dir)
+    roles = [role.model_path for role in plan.roles.values()]
+    caches = [plan.data.train_cache, plan.data.eval_cache] if plan.data and not plan.config.plain else []
+    paths = sorted({path for path in (plan.model_path, *roles, *caches) if path and Path(path).exists()})
+    own = {path: digest(Path(path)) for path in paths}
+    order = {"do": "check", "lease": lease.token_of(run_dir), "run_dir": plan.run_dir, "paths": paths}
+    for name, answer in hosts.ask(order, "checked").items():
+        if not answer["shared"]:
+            what = f"host {name} does not have the run folder that this host writes to"
+            fix = "put it on storage that all hosts mount at the same place, with run.dir=…"
+            raise EnvironmentFault(what, where=str(run_dir.absolute()), fix=fix)
+        for path, theirs in answer["digests"].items():
+            if theirs != own[path]:
+                what = f"host {name} " + ("does not have it" if theirs is None else "has other files there")
+                raise EnvironmentFault(what, where=path, fix="copy this host's there, or put it on storage that all hosts mount")

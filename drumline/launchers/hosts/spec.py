@@ -1,0 +1,55 @@
+"""What launchers share that have an agent on each host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from drumline.core.launcher import LauncherSpec
+from drumline.core.plan import Plan
+from drumline.core.section import PathText
+from drumline.hardware.detect import Machine
+
+if TYPE_CHECKING:
+    from drumline.core.config import Config
+    from drumline.launchers.hosts.coordinator import Hosts
+
+
+class HostsLauncher(LauncherSpec):
+    """Each host has the same folders and packages, and an agent that starts its ranks."""
+
+    short: ClassVar[bool] = False
+    workdir: PathText | None = Field(None, description="The folder on the hosts that relative paths begin in; null: the path of this one.")
+
+    def make_hosts(self) -> Hosts:
+        """The hosts, and what starts their agents. Raises EnvironmentFault where there cannot be any."""
+        raise NotImplementedError
+
+    @contextmanager
+    def early(self, config: Config, plan_path: Path) -> Iterator[Hosts]:
+        from drumline.launchers.hosts.gathered import gathered, leave
+
+        try:
+            yield gathered(self)
+        finally:
+            leave(self)
+
+    def machine(self, config: Config) -> Machine | None:
+        """The one with the least memory on a device."""
+        from drumline.launchers.hosts.facts import machine_of
+        from drumline.launchers.hosts.gathered import gathered
+
+        def room(machine: Machine) -> int:
+            return min((device.memory_bytes for device in machine.devices), default=machine.memory_bytes)
+
+        hosts = gathered(self)
+        return min((machine_of(hosts.remotes[name].facts) for name in hosts.there()), key=room)
+
+    def compare(self, plan: Plan, early: Hosts) -> None:
+        from drumline.launchers.hosts.gathered import compare
+
+        compare(plan, early)
