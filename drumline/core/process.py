@@ -179,14 +179,14 @@ class Early(ForkProcess):
         os.close(self._question)
 
     def begin(self, command: Sequence[str], env: Mapping[str, str], out: str, err: str) -> bool:
-        """Have it go on as `command` (an interpreter and what `tied` gave). False where it has ended."""
+        """Have it go on as `command` (an interpreter and what `tied` gave). False where it had ended."""
         message = {"arguments": command[len(tied("")) :], "env": dict(env), "streams": [os.devnull, out, err]}
         try:
             with os.fdopen(self._answer, "w") as pipe:
                 pipe.write(json.dumps(message) + "\n")
-        except BrokenPipeError:
+        except BrokenPipeError:  # its end of the pipe was the only one
             return False
-        return self.poll() is None
+        return True
 
     def run(self) -> None:
         """The fork's side: signals, streams, variables and arguments are those of a new process, before it goes on as one."""

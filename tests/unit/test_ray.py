@@ -11,7 +11,8 @@ from drumline.core.launcher import LauncherSpec
 from drumline.core.load import load_values
 from drumline.core.registry import make
 from drumline.errors import ConfigError, EnvironmentFault
-from drumline.launchers.ray.start import gathered, reason
+from drumline.launchers.hosts.gathered import gathered
+from drumline.launchers.ray.start import reason
 from tests.distributed.ranks import free_port
 
 DATA = {"data": {"train": [{"kind": "file", "path": "rows.jsonl"}]}}
