@@ -11,11 +11,11 @@ from drumline.errors import UserError
 from drumline.foreign import path_mistake
 
 
-def path_of(text: str) -> Path:
-    """The parser of every path on the command line."""
-    if mistake := path_mistake(text):
-        raise UserError(mistake, where=text, fix="shorten it")
-    return Path(text)
+def path_of(given: str | Path) -> Path:
+    """The parser of every path on the command line, which is asked about a default, too."""
+    if mistake := path_mistake(str(given)):
+        raise UserError(mistake, where=str(given), fix="shorten it")
+    return Path(given)
 
 
 Run = Annotated[Path, typer.Argument(parser=path_of, metavar="RUN", help="A run folder.")]
@@ -27,7 +27,8 @@ def ps(
     """List runs: state, last step, and where each is running."""
     from drumline.launchers.runs import states, table
 
-    print(table(states(folder)))
+    found = states(folder)
+    print(table(found) if found else f"no runs in {folder}")
 
 
 def logs(run: Run, rank: Annotated[int | None, typer.Option(min=0, help="Of this rank alone.")] = None) -> None:

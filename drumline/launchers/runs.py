@@ -3,6 +3,7 @@ of one is in its folder: the lease, the events, the logs, and the number of its 
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from drumline.telemetry.events import Emit, Event, Fault, RunEnd, Step, last, la
 LOOK_SECONDS = 0.5
 STOP_SECONDS = 30.0  # between two lines while a run saves
 LEFT = 130  # the exit code after Ctrl-C
+ATTEMPT = re.compile(r"attempt-(\d{1,9})")
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ def require_run(folder: Path) -> None:
 
 
 def states(folder: Path) -> list[State]:
-    """Of the run in `folder`, or of all runs below it, the newest event first."""
+    """Of the run in `folder`, or of all runs below it, the newest event first. Raises UserError where there is no such folder."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError("is no folder", where=str(folder), fix="name a run, or the folder that has runs")
     runs = [folder] if is_run(folder) else [path.parent for path in sorted(folder.glob("*/plan.json"))]
     held = lease.holders(runs)
     return sorted((_state(run, held.get(run)) for run in runs), key=lambda each: each.age)
@@ -76,16 +80,17 @@ def _name(run: Path, holder: lease.Holder | None, events: list[Event]) -> str:
 def print_logs(run: Path, rank: int | None) -> None:
     """Print what the ranks of the newest attempt have printed, or one of them: standard output, then standard error. Raises UserError."""
     require_run(run)
-    attempts = sorted((run / "logs").glob("attempt-*"), key=lambda path: int(path.name.removeprefix("attempt-")))
-    files = sorted(attempts[-1].glob("rank-*.*"), key=_order) if attempts else []
-    found = [path for path in files if path.suffix in (".out", ".log") and rank in (None, _order(path)[0])]
+    attempts = {int(found[1]): path for path in (run / "logs").glob("attempt-*") if (found := ATTEMPT.fullmatch(path.name))}
+    files = sorted(attempts[max(attempts)].glob("rank-*.*"), key=_order) if attempts else []
+    found = [path for path in files if path.suffix in (".out", ".log") and path.is_file() and rank in (None, _order(path)[0])]
     if not found:
         what = "has no logs" if not files else f"has no logs of rank {rank}"
         raise UserError(what, where=str(run / "logs"), fix="under torchrun, srun and mpirun ranks print where that program does")
     for path in found:
         label = "" if rank is not None else f"rank {_order(path)[0]} | "
-        for line in path.read_text(errors="replace").splitlines():
-            print(f"{label}{redact(line)}")
+        with path.open(errors="replace") as file:
+            for line in file:
+                print(f"{label}{redact(line.rstrip())}")
 
 
 def _order(path: Path) -> tuple[int, bool]:
@@ -105,8 +110,12 @@ def follow(run: Path, on_event: Emit) -> int:
             _pause(signals, LOOK_SECONDS)
     if signals.number:
         return LEFT
-    noted, ends = queue.end_of(run), [event for event in last(path) if isinstance(event, RunEnd | Fault)]
-    return noted if noted is not None else ends[-1].exit_code if ends and isinstance(ends[-1], RunEnd) else 1
+    noted, events = queue.end_of(run), last(path)
+    ends = [event for event in events if isinstance(event, RunEnd | Fault)]
+    if noted is None and ends and isinstance(ends[-1], RunEnd):
+        return ends[-1].exit_code
+    print(f"{run}: {_name(run, None, events)}", file=sys.stderr)
+    return 1 if noted is None else noted
 
 
 def _pause(signals: LauncherSignals, seconds: float) -> None:

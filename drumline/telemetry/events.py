@@ -269,11 +269,13 @@ class EventLog:
 
 def read(path: Path) -> list[Event]:
     """All whole events of a file, in order; a line torn by a kill is passed over. None where there is no file."""
-    if not path.exists():
-        return []
-    fix = "move it away: a run writes its events there"
-    lines = read_bytes(path, EnvironmentFault, fix, MOST_EVENTS).decode("utf-8", errors="replace").split("\n")
+    lines = _bytes(path).decode("utf-8", errors="replace").split("\n")
     return [event for event in map(_parsed, lines) if event is not None]
+
+
+def _bytes(path: Path) -> bytes:
+    """Of a file of events; none where there is no file. Raises EnvironmentFault."""
+    return read_bytes(path, EnvironmentFault, "move it away: a run writes its events there", MOST_EVENTS) if path.exists() else b""
 
 
 def _parsed(line: str | bytes) -> Event | None:
@@ -300,8 +302,8 @@ def last(path: Path, bytes_: int = LAST_BYTES) -> list[Event]:
 
 
 def last_start(path: Path) -> int:
-    """Where in a file of events the newest start of its run begins, in bytes; 0 where there is none."""
-    text = path.read_bytes() if path.exists() else b""
+    """Where in a file of events the newest start of its run begins, in bytes; 0 where there is none. Raises EnvironmentFault."""
+    text = _bytes(path)
     return text.rfind(b"\n", 0, max(0, text.rfind(b'"kind": "run_start"'))) + 1
 
 

@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from drumline.cli import app
 from drumline.core.signals import LauncherSignals
-from drumline.errors import UserError
+from drumline.errors import EnvironmentFault, UserError
 from drumline.launchers import lease, runs
 from drumline.launchers.lease import Lease
 from drumline.telemetry.events import Event, EventLog, Fault, RunEnd, RunStart, last, last_start, tail
@@ -118,6 +120,33 @@ def test_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             command(tmp_path)
     with pytest.raises(UserError, match="is not under way"):
         runs.stop(run)
+
+
+def test_a_damaged_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of(tmp_path, "run")
+    for name in ("attempt-x", "attempt-1"):
+        (run / "logs" / name).mkdir(parents=True)
+    os.mkfifo(run / "logs/attempt-1/rank-0.log")
+    (run / "logs/attempt-1/rank-1.log").write_text("hello\n")
+    runs.print_logs(run, None)
+    assert capsys.readouterr().out == "rank 1 | hello\n"
+    assert runs.follow(run, lambda event: None) == 1 and capsys.readouterr().err == f"{run}: not started\n"
+    (run / "events.jsonl").mkdir()
+    with pytest.raises(EnvironmentFault, match="it is a folder"):
+        runs.follow(run, lambda event: None)
+    with pytest.raises(UserError, match="is no folder"):
+        runs.states(run / "plan.json")
+
+
+COMMANDS = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS - {"calibrate", "doctor"}))  # which need nothing, and measure
+def test_a_command_without_arguments_says_what_it_needs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, [command])
+    assert isinstance(done.exception, UserError) or done.exit_code in (0, 2), done.output
+    assert done.output or done.exception
 
 
 @pytest.mark.slow
