@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 import reprlib
 from collections.abc import Callable, Mapping
 from types import UnionType
@@ -37,6 +38,7 @@ WANTED = {
     "too_long": "at most {max_length}",
 }
 
+TYPE = re.compile(r"(constrained-)?(str|int|float|bool|none)|[\w-]+\[.*\]")  # how pydantic names a member of a union
 
 Where = Callable[[Place], str]  # how an error line names the place that a value came from
 
@@ -48,7 +50,7 @@ def first_mistake(error: ValidationError, where: Where) -> ConfigError:
     details.sort(key=lambda d: d["type"] != "extra_forbidden")
     place, kind = _place(details[0]["loc"])
     what, fix = _describe(details[0], place, kind)
-    if more := len(details) - 1:
+    if more := len({_place(detail["loc"]) for detail in details}) - 1:  # a value that is of none of several types is one mistake
         what += f" (and {more} more mistake{'s' * (more > 1)})"
     return ConfigError(what, where=where(place), fix=fix or None)
 
@@ -75,9 +77,15 @@ def _place(loc: tuple[str | int, ...]) -> tuple[Place, str | None]:
     for part in map(str, loc):
         if tag is None and part in {kind_of(model) for model in models_at(place)}:
             tag = part
-        elif part != "[key]":
+        elif part != "[key]" and not (TYPE.fullmatch(part) and _is_plain_union(place)):
             place, owner, tag = (*place, part), tag, None
     return place, owner
+
+
+def _is_plain_union(place: Place) -> bool:
+    """Whether values of several types may stand there, none of which has keys."""
+    field = field_at(place)
+    return field is not None and get_origin(field.annotation) in (Union, UnionType) and "dict" not in str(field.annotation)
 
 
 def _describe(detail: Any, place: Place, kind: str | None) -> tuple[str, str]:
@@ -97,6 +105,8 @@ def _describe(detail: Any, place: Place, kind: str | None) -> tuple[str, str]:
         return str(context["error"]), ""
     if error == "invalid_key" or detail["loc"][-1] == "[key]":
         return f"the key {_shown(given)} is no text", "put it in quotes"
+    if error.startswith("string_") and isinstance(given, str):
+        return _mistaken_text(error, given, context, place)
     if isinstance(given, float) and not math.isfinite(given):
         return f"{_shown(given)} given, a finite number is wanted", _default(place)
     template = next((template for start, template in WANTED.items() if error.startswith(start)), None)
@@ -104,6 +114,15 @@ def _describe(detail: Any, place: Place, kind: str | None) -> tuple[str, str]:
         return f"{_shown(given)} given: {detail['msg'][0].lower()}{detail['msg'][1:]}", _default(place)
     wanted = template.format(**{name: f"{limit:.12g}" for name, limit in context.items() if isinstance(limit, int | float)})
     return f"{_shown(given)} given, {wanted} {'are' if wanted.endswith('values') else 'is'} wanted", _mend(given, wanted, place)
+
+
+def _mistaken_text(error: str, given: str, context: Any, place: Place) -> tuple[str, str]:
+    """Of a text that is too long, or is not written as its place wants it."""
+    if error in ("string_too_long", "string_too_short"):
+        limit = f"at most {context['max_length']}" if "max_length" in context else f"at least {context['min_length']}"
+        return f"{_shown(given)} has {len(given)} characters, {limit} {'is' if limit.endswith(' 1') else 'are'} wanted", _default(place)
+    field = field_at(place)
+    return f"{_shown(given)} is not written as it must be", field.description if field and field.description else _default(place)
 
 
 def _mend(given: Any, wanted: str, place: Place) -> str:

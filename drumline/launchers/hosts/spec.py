@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from drumline.core.launcher import LauncherSpec
 from drumline.core.plan import Plan
@@ -19,11 +19,21 @@ if TYPE_CHECKING:
     from drumline.launchers.hosts.coordinator import Hosts
 
 
+MOST_PORT = 65534
+
+
 class HostsLauncher(LauncherSpec):
     """Each host has the same folders and packages, and an agent that starts its ranks."""
 
     short: ClassVar[bool] = False
     workdir: PathText | None = Field(None, description="The folder on the hosts that relative paths begin in; null: the path of this one.")
+
+    @field_validator("port")
+    @classmethod
+    def _one_above(cls, port: int | None) -> int | None:
+        if port is not None and port > MOST_PORT:
+            raise ValueError(f"{port} given, {MOST_PORT} or less is wanted: the launcher listens one port above")
+        return port
 
     def make_hosts(self) -> Hosts:
         """The hosts, and what starts their agents. Raises EnvironmentFault where there cannot be any."""
