@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 
 from drumline.dist.reduce import Gather
-from drumline.telemetry.stragglers import WINDOW, Stragglers
+from drumline.telemetry.stragglers import WINDOW, WINDOW_SECONDS, Stragglers
 
 
-def named(*windows: tuple[list[float], list[float]], steps: int = WINDOW) -> list[dict[str, Any]]:
-    """What is reported over windows of steps of one second and 100 tokens: (data, communication) by rank."""
+def named(*windows: tuple[list[float], list[float]], steps: int = WINDOW, scale: float = 1.0) -> list[dict[str, Any]]:
+    """What is reported over windows of steps of `scale` seconds and 100 tokens: (data, communication) by rank, in seconds × scale."""
     said: list[dict[str, Any]] = []
     stragglers = Stragglers(Gather(0, 3, "cpu"), lambda event: said.append(event.values()), 1.3)
     stragglers.places *= 3
     for number, (data, communication) in enumerate(windows):
         for step in range(steps):
-            stragglers.add(number * steps + step + 1, 1.0, 100, data, communication)
+            times = ([value * scale for value in each] for each in (data, communication))
+            stragglers.add(number * steps + step + 1, scale, 100, *times)
     return said
 
 
@@ -40,6 +41,12 @@ def test_it_is_named_again_only_after_it_was_as_fast_as_the_others() -> None:
 
 def test_a_few_slow_steps_are_none() -> None:
     assert not named(*[EVEN] * 11, *[SLOW] * 9, steps=1)
+    assert not named(*[SLOW] * 12, *[EVEN] * 8, steps=1), "in one half of the window alone"
+
+
+def test_short_steps_are_judged_over_seconds() -> None:
+    (event,) = named(SLOW, SLOW, SLOW, SLOW, SLOW, scale=WINDOW_SECONDS / WINDOW / 3.93)
+    assert event["step"] == 4 * WINDOW - 1
 
 
 def test_where_waiting_is_not_measured_data_are_compared() -> None:
