@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.chaos import chaos
+from tests.faults.chaos import chaos, one_machine
 from tests.harness import start_drumline, start_interpreter
 
 
@@ -16,4 +16,4 @@ from tests.harness import start_drumline, start_interpreter
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("kills", "start"), [(4, start_drumline), pytest.param(20, start_interpreter, marks=pytest.mark.full)])
 def test_kills_change_nothing(tmp_path: Path, kills: int, start: Callable[..., subprocess.Popen[str]]) -> None:
-    chaos(tmp_path, kills, 0, start)
+    chaos(tmp_path, one_machine(start), kills, 0)

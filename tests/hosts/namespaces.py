@@ -93,6 +93,10 @@ class Host:
         """Its cable; none of a host that has died."""
         subprocess.run(["ip", "link", "set", self.veth, "up" if up else "down"], check=up, capture_output=True, timeout=20)
 
+    def has(self, pid: int) -> bool:
+        """Whether a process of this machine's counting runs there."""
+        return _network(pid) == _network(self.pid)
+
     def processes(self, marker: str) -> list[str]:
         """Command lines there that hold `marker`."""
         lines = []
@@ -139,6 +143,14 @@ def hosts(folder: Path, names: Sequence[str]) -> Iterator[dict[str, Host]]:
         subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False, timeout=20)
 
 
+def _network(pid: int) -> str:
+    """The network namespace of a process; nothing of one that has ended."""
+    try:
+        return str(Path(f"/proc/{pid}/ns/net").readlink())
+    except OSError:
+        return ""
+
+
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, timeout=20)
 
@@ -164,7 +176,7 @@ def _make_keys(folder: Path) -> None:
     (folder / "known_hosts").write_text(f"* {host_key}\n")
     (folder / "sshd_config").write_text(
         f"HostKey {folder}/host_key\nAuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nPasswordAuthentication no\n"
-        "PermitRootLogin yes\nUsePAM no\nPidFile none\nMaxStartups 100\n"
+        "PermitRootLogin yes\nUsePAM no\nPidFile none\nMaxStartups 100\nSetEnv OMP_NUM_THREADS=1\n"  # all hosts share these cores
     )
     (folder / "ssh_config").write_text(
         f"Host *\n  IdentityFile {folder}/id\n  IdentitiesOnly yes\n  UserKnownHostsFile {folder}/known_hosts\n"

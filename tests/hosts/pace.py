@@ -10,7 +10,7 @@ SLOW_SECONDS = 0.3
 
 
 class Pace:
-    """The file is `slow`, beside the run folder."""
+    """The file is `slow`, beside the run folder; it may hold the seconds of a step."""
 
     def __init__(self) -> None:
         self.run_dir: Path | None = None
@@ -20,5 +20,6 @@ class Pace:
 
     def on_step(self, event: dict[str, Any]) -> None:
         assert self.run_dir is not None
-        if (self.run_dir.parent / "slow").exists():
-            time.sleep(SLOW_SECONDS)
+        slow = self.run_dir.parent / "slow"
+        if slow.exists():
+            time.sleep(float(slow.read_text() or SLOW_SECONDS))

@@ -1,0 +1,148 @@
+"""The kills of `tests.faults.chaos` on several hosts: DDP, FSDP2, ZeRO-2 and a pipeline, each on hosts that stay and where they come and
+go."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.faults.chaos import Chaos, World, chaos
+from tests.harness import ENV
+from tests.hosts.namespaces import Host, hosts
+
+STRATEGIES: dict[str, Any] = {"ddp": "ddp", "fsdp2": "fsdp2", "zero2": "zero2", "pp": {"kind": "pp"}}
+LEGS = [(name, elastic) for elastic in (False, True) for name in STRATEGIES]
+TARGETS = ("rank", "agent", "launcher", "save", "link", "host")
+PACE_SECONDS = 0.3
+STEPS = 16, 50  # a kill, on hosts that stay and where they come and go
+
+
+def campaign(folder: Path, count: int, kills: int, seed: int, out: Path | None) -> None:
+    """Print what was killed and what it cost; with `out` also as JSON. Raises AssertionError on any difference."""
+    found = []
+    with hosts(folder / "net", [chr(ord("a") + number) for number in range(count)]) as made:
+        for number, (strategy, elastic) in enumerate(LEGS):
+            share = kills // len(LEGS) + (number < kills % len(LEGS))
+            if share:
+                here = folder / f"{strategy}-{'elastic' if elastic else 'fixed'}"
+                here.mkdir()
+                print(f"{here.name}: {share} kills", flush=True)
+                hurt = chaos(
+                    here,
+                    world(here, made, elastic),
+                    share,
+                    seed + number,
+                    strategy=STRATEGIES[strategy],
+                    layers=4 if strategy == "pp" else 2,
+                    batch={"global_samples": 6, "micro_batch": 1 if strategy == "pp" else 2},
+                )
+                found.append(told(here.name, hurt))
+    whole = {name: round(sum(leg["seconds"][name] for leg in found), 1) for name in found[0]["seconds"]}
+    print(f"{kills} kills in {len(found)} runs: no checkpoint torn, nothing left behind, every sample once")
+    print("weights and moments equal bit for bit on hosts that stay, to 1e-5 where they come and go")
+    print(f"goodput {whole['productive'] / sum(whole.values()):.0%}: " + ", ".join(f"{name} {value} s" for name, value in whole.items()))
+    by_target = costs(found)
+    for target, cost in by_target.items():
+        print(f"{target:10}" + "  ".join(f"{name} {value}" for name, value in cost.items()))
+    if out is not None:
+        from benchmarks import common
+
+        setting = {"hosts": count, "kills": kills, "seed": seed, "pace_seconds": PACE_SECONDS}
+        command = f"python -m tests.faults.chaos --hosts {count} --kills {kills} --seed {seed} --out {out}"
+        common.write({"command": command, "setting": setting, "seconds": whole, "by_target": by_target, "runs": found}, out)
+
+
+def world(folder: Path, made: Mapping[str, Host], elastic: bool) -> World:
+    """The command runs on the first host; what it says goes to `said`."""
+    home = next(iter(made.values()))
+
+    def start(*arguments: object) -> subprocess.Popen[str]:
+        command = home.command(sys.executable, "-m", "drumline", *arguments)
+        with (folder / "said").open("a") as said:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, text=True, env=ENV, start_new_session=True)
+
+    return World(
+        launch={
+            "kind": "ssh",
+            "hosts": [f"{name}:1" for name in made],
+            "options": ["-F", str(home.ssh_config)],
+            "preflight": False,
+            **({"nodes": {"min": 1}} if elastic else {}),
+        },
+        ranks=len(made),
+        targets=TARGETS,
+        start=start,
+        launcher=lambda process: psutil.Process(process.pid).children()[0].pid,  # below nsenter
+        hosts=made,
+        elastic=elastic,
+        pace=PACE_SECONDS,
+        steps=STEPS[elastic],
+    )
+
+
+def told(name: str, hurt: Chaos) -> dict[str, Any]:
+    """What a run went through, kill by kill, and what its seconds were spent on."""
+    kills = []
+    for number, each in enumerate(hurt.kills):
+        began, until = each["began"], hurt.kills[number + 1]["began"] if number + 1 < len(hurt.kills) else float("inf")
+        faults = [event["t"] for event in hurt.log.of("fault", began) if event["t"] < until]
+        reached = max(event["step"] for event in hurt.log.of("step") if event["t"] < began)
+        beyond = [event["t"] for event in hurt.log.of("step", began) if event["step"] > reached]
+        # A cable that was pulled for a moment is no fault, and costs what a step takes longer.
+        noticed = round(faults[0] - began, 2) if faults else None
+        restarted = [event["step"] for event in hurt.log.of("restore", began) if event["t"] < until]
+        again = reached - restarted[0] if restarted else 0
+        kills.append({"what": each["what"], "target": each["target"], "step": each["step"], "noticed_s": noticed, "steps_again": again,
+                      "back_s": round(beyond[0] - began, 2)})  # fmt: skip
+    return {"run": name, "kills": kills, "seconds": spent(hurt)}
+
+
+def spent(hurt: Chaos) -> dict[str, float]:
+    """Where the seconds went, from the first launch to the end: they add up. A step counts from the one before it, and is productive once;
+    `hang` is the time between the last step and the fault's report, whatever was hurt."""
+    seconds = dict.fromkeys(("productive", "startup", "save", "restore", "recompute", "hang", "other"), 0.0)
+    dead = [{"kind": "dead", "t": each["began"]} for each in hurt.kills if each["target"] == "launcher"]
+    mark, stepping, reached = hurt.launches[0], False, 0
+    for event in sorted([*hurt.log.read(), *dead], key=lambda event: event["t"]):
+        kind, passed = event["kind"], event["t"] - mark
+        if kind == "restore":
+            seconds["restore"] += min(event["seconds"], passed)
+            seconds["startup"] += passed - min(event["seconds"], passed)
+        elif kind == "step":
+            own = passed if stepping else min(event["seconds"], passed)
+            seconds["productive" if event["step"] > reached else "recompute"] += own
+            seconds["startup"] += passed - own
+            stepping, reached = True, max(reached, event["step"])
+        elif kind == "save" and stepping:
+            seconds["save"] += min(event["blocked_seconds"], passed)
+            seconds["productive"] += passed - min(event["blocked_seconds"], passed)
+        elif kind in ("fault", "dead", "preempt"):
+            seconds["save" if kind == "preempt" else "hang" if stepping else "startup"] += passed
+            stepping = False
+        else:
+            continue
+        mark = event["t"]
+    seconds["other"] = hurt.ended - mark
+    return {name: round(value, 2) for name, value in seconds.items()}
+
+
+def costs(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By what was hurt: how often, and medians."""
+    table = {}
+    for target in TARGETS:
+        kills = [each for leg in found for each in leg["kills"] if each["target"] == target]
+        noticed = [each["noticed_s"] for each in kills if each["noticed_s"] is not None]
+        if kills:
+            table[target] = {
+                "kills": len(kills),
+                "noticed_s": round(statistics.median(noticed), 2) if noticed else None,
+                "back_s": round(statistics.median(each["back_s"] for each in kills), 2),
+                "steps_again": statistics.median(each["steps_again"] for each in kills),
+            }
+    return table
