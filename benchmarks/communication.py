@@ -41,6 +41,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "local_sgd, period 8": {"kind": "local_sgd", "period": 8, "start_step": 10},
     "diloco, period 10": {"kind": "diloco", "period": 10},
     "diloco, period 10, gentle": {"kind": "diloco", "period": 10, "outer_lr": 0.7, "outer_momentum": 0.3},
+    "diloco, period 50": {"kind": "diloco", "period": 50, "outer_momentum": 0.3},
+    "diloco, period 50, 8 bits": {"kind": "diloco", "period": 50, "outer_momentum": 0.3, "bits": 8},
+    "diloco, period 50, streamed": {"kind": "diloco", "period": 50, "outer_momentum": 0.3, "bits": 8, "fragments": 10, "delay": 5},
 }
 
 

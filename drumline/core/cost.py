@@ -29,7 +29,7 @@ NUMBER = 8  # bytes of an fp64
 # fp32: all of it. autocast: the residual stream and weights in fp32, products in a low precision. low: weights and all between in it.
 Kind = Literal["fp32", "autocast", "low"]
 Axis = Literal["pp", "replicate", "shard", "cp", "tp", "gradients"]  # gradients: replicate × shard × cp; shard: with cp
-Beside = Literal["forward", "backward", "last", "nothing"]
+Beside = Literal["forward", "backward", "last", "steps", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Copied(NamedTuple):
 
 class Flow(NamedTuple):
     """`bytes_` that a rank sends in one step by collectives of one `kind`, in `calls` of them, among `ranks` of one `axis` of the mesh.
-    `beside`: what is computed meanwhile: a forward, a backward, the backward of the last micro-batch, or nothing."""
+    `beside`: what is computed meanwhile: a forward, a backward, the backward of the last micro-batch, whole steps, or nothing."""
 
     kind: Collective
     bytes_: float

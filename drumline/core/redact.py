@@ -44,8 +44,8 @@ SHORTEST = 8  # characters; a shorter value of some *_KEY would blank out ordina
 SHORTEST_KEPT = 4  # of values that are known to be secret: as words of their own
 REFERENCE = re.compile(r"\$\{env:([^{}]*)\}")
 # Where they may stand: those who use these values reveal them.
-PLACES = re.compile(r"algorithm\.rewards\.\d+\.options\..+|algorithm\.generator\.url|strategy\.(options|config)\..+", re.DOTALL)
-ALLOWED = "rewards' options, generator.url and a DeepSpeed config may hold one"
+PLACES = re.compile(r"algorithm\.rewards\.\d+\.options\..+|algorithm\.generator\.url|strategy\.(secret|(options|config)\..+)", re.DOTALL)
+ALLOWED = "rewards' options, generator.url, strategy.secret and a DeepSpeed config may hold one"
 NAMES = ("launch.secrets", "launch.image_pull_secrets")  # where secrets lie in a cluster, and not what they are
 _kept: set[str] = set()  # variables whose values are secret, whatever their names
 Secrets = list[tuple[str, bool]]

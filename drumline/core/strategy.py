@@ -193,6 +193,10 @@ class StrategySpec(Spec):
         """Of a long run's steps, the part of each kind."""
         return {"whole": 1.0}
 
+    def overlap(self) -> float:
+        """The part of a long run's steps that runs beside what `send` adds with beside="steps"."""
+        return 0.0
+
     def kept_bytes(self, world: int) -> int:
         """Bytes for each trainable parameter that a rank keeps in buffers between steps for talking less."""
         return 0

@@ -26,6 +26,12 @@ def _made(_world: dist.ProcessGroup, mesh: Mesh, device: str) -> DeviceMesh:
     return init_device_mesh(device, tuple(getattr(mesh, name) for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
 
 
+@lru_cache(maxsize=1)
+def side_group(_world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """All ranks once more, for what is under way beside the steps. Collective where it is made."""
+    return dist.new_group()
+
+
 def data_mesh(whole: DeviceMesh) -> DeviceMesh:
     """What FSDP2 spreads over: (shard,), or (replicate, shard) where there are several copies. Collective.
 

@@ -25,7 +25,7 @@ from drumline.telemetry.measure import Measure
 from drumline.telemetry.stragglers import Stragglers
 from drumline.train.health import Collectives, GoBack, Spikes, Weights
 from drumline.train.saving import Saver
-from drumline.train.state import Flight, Goodput, TrainState, judge
+from drumline.train.state import SQUARES, Flight, Goodput, TrainState, judge
 
 if TYPE_CHECKING:
     from drumline.rl.rollouts import Rollouts  # what generates takes a second to import
@@ -67,6 +67,8 @@ class Loop:
         self.weights = Weights(self.plan, self.engine, self.gather, self.emit)
         self.collectives = Collectives(health.check_collectives)
         self.stragglers = Stragglers(self.gather, self.emit, health.straggler_ratio)
+        # Ranks over a slow link step by their own numbers, and read those of all a step later.
+        self.alone: bool = getattr(self.engine, "go_alone", bool)()
 
     def run(self) -> None:
         """Train from `state` to the end of the stream. Raises Preempted after a stop signal, TrainingStopped by policy."""
@@ -155,19 +157,22 @@ class Loop:
         comm_s = math.nan if waited is None else waited
         shared = float(self.stop_flag.requested), self.saver.retry_at, data_s, comm_s, float(self.memory_bytes())
         heartbeat.beat("collective")
-        gathered = self.gather.start(sums, *shared)
+        gathered = None if self.alone else self.gather.start(sums, *shared)
         heartbeat.beat("optimizer")
         with self.measure.watch(step, "clip"):
             grad_norm = self.engine.grad_norm()
+        if gathered is None:
+            gathered = self.gather.start({**sums, SQUARES: grad_norm.square()}, *shared)
+        loss = sums["loss"] if self.alone else gathered["loss"]
         lr = self.plan.lr * self.plan.config.schedule.rate(step, self.plan.steps or 1, self.plan.warmup_steps)
         ids = batch.sample_ids[batch.sample_ids >= 0]
         flight = Flight(gathered, step + 1, denominator, batch.position, ids, int(tokens), lr, started - data_s, data_s)
-        finite = torch.isfinite(gathered["loss"]) & torch.isfinite(grad_norm)
-        finite = self.spikes.allows(flight, gathered["loss"], finite)
+        finite = self.spikes.allows(flight, loss, torch.isfinite(loss) & torch.isfinite(grad_norm))
         with self.measure.watch(step, "step"):
             self.engine.step(lr, grad_norm, finite)
         heartbeat.beat("collective")
-        gathered.fetch(grad_norm)
+        if not self.alone:
+            gathered.fetch(grad_norm)
         self.state.step, self.state.position, self.state.stream = step + 1, batch.position, batch.state
         self.checkpointable = batch.checkpointable
         self.state.tokens += int(tokens)
@@ -175,17 +180,18 @@ class Loop:
         whole = not self.measure.traffic.due(step) or flight.finite
         copies = self.saver.checkpointer.staging.bytes_
         flight.volume, flight.clock = self.measure.end_step(step, batch.micro_batches, copies, whole, data=data_s, communication=comm_s)
+        flight.logged = (step + 1) % self.plan.config.run.log_every == 0 or step + 1 == self.plan.steps
         self._land()
         self.flight = flight
-        if (step + 1) % self.plan.config.run.log_every == 0 or step + 1 == self.plan.steps:
-            self._land(logged=True)
+        if flight.logged and not self.alone:
+            self._land()
 
     def _of_all(self, batch: GlobalBatch) -> tuple[float, float]:
         """Weight and tokens of a global batch that does not have them."""
         total, _ = self.gather({"weight": float(sum(b.weight for b in batch.micro_batches)), "tokens": float(batch.tokens)})
         return total["weight"], total["tokens"]
 
-    def _land(self, logged: bool = False) -> None:
+    def _land(self) -> None:
         """Read the numbers of the step in flight, if there is one, and act on them. All ranks come here after the same step."""
         flight, self.flight = self.flight, None
         if flight is None:
@@ -199,7 +205,7 @@ class Loop:
         self.measure.took(flight.step, flight.clock, max(0.0, seconds - flight.data_s))
         heartbeat.beat("report")
         self.stragglers.add(flight.step, seconds, flight.tokens, data, communication)
-        if logged:
+        if flight.logged:
             self._log_step(flight, seconds)
         if flight.finite:
             self.metric = None

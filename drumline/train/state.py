@@ -23,6 +23,7 @@ from drumline.telemetry.events import Emit, Nonfinite
 
 # A fresh fp16 scale of 2^16 may have to halve this often before the first step fits.
 MAX_RESCALES = 20
+SQUARES = "squared_norms"  # a sum of ranks that step by themselves: of their own gradients
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Flight:
     volume: int | None = None  # bytes
     clock: str | None = None  # what Measure calls its seconds
     limit: float | None = None  # a larger loss is a spike
+    logged: bool = False
 
     def __post_init__(self) -> None:
         self.computed = time.time()
@@ -62,7 +64,10 @@ class Flight:
     @cached_property
     def arrived(self) -> tuple[dict[str, float], list[list[float]], float]:
         """Sums over all samples, numbers by rank, and when the step ended: on a GPU the host goes on before."""
+        if SQUARES in self.gathered.names:
+            self.gathered.fetch((self.gathered[SQUARES] / self.gathered.world_size).sqrt())
         total, by_rank = self.gathered.read()
+        total.pop(SQUARES, None)
         return total, by_rank, self.computed if self.gathered.arrived is None else time.time()
 
     @property

@@ -65,14 +65,23 @@ EXACT = [
     Row("zero3, what is far apart gathered twice", 2, {"strategy": FAR, "model": OWN_HEAD}),
     Row("local_sgd, a step together", 2, {"strategy": {"kind": "local_sgd", "period": 3}}),
     Row("diloco, a step apart", 2, {"strategy": {"kind": "diloco", "period": 4}}),
+    Row("diloco, a step that sends in 8 bits", 2, {"strategy": {"kind": "diloco", "period": 3, "bits": 8}}),
+    Row("diloco, a fragment beside the steps", 2, {"strategy": {"kind": "diloco", "period": 6, "fragments": 2, "delay": 2}}),
     Row("cp, bf16", 2, {"strategy": "cp", "precision": "bf16"}),
     Row("fsdp2, cp, gathered in fp32, bf16", 2, {"strategy": {"kind": "fsdp2", "cp": 2, "param_dtype": "fp32"}, "precision": "bf16"}),
     Row("tp, selective", 2, {"strategy": "tp", **SELECTIVE}),
     Row("cp, selective", 2, {"strategy": "cp", **SELECTIVE}),
 ]
 # test_parity counts most strategies on an even model. One of each kind that is uneven here; the others with --full alone.
-KEPT = ("fsdp2 2, accumulation 4", "tp 2, activation checkpointing", "zero2 2, accumulation 4", "ddp, int8", "diloco, a step apart")
-assert len(EXACT) == len(UNEVEN) + len(LORA) + len(COMPRESSED) + 8, "a row is named that is not there"
+KEPT = (
+    "fsdp2 2, accumulation 4",
+    "tp 2, activation checkpointing",
+    "zero2 2, accumulation 4",
+    "ddp, int8",
+    "diloco, a step apart",
+    "diloco, a step that sends in 8 bits",
+)
+assert len(EXACT) == len(UNEVEN) + len(LORA) + len(COMPRESSED) + 10, "a row is named that is not there"
 
 
 def slug(row: Row) -> str:

