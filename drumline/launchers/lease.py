@@ -40,10 +40,12 @@ class Lease:
     hands (it was suspended, or cut off from the disk) ends its process on the spot, and with it the ranks: the folder is no longer its own.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self.path = run_dir, run_dir / NAME
+    def __init__(self, run_dir: Path, at: tuple[str, int] | None = None, after: str | None = None) -> None:
+        """`at`: where the holder listens to agents of other hosts. `after`: the token of the only lease that may be followed, once its
+        holder is dead; not where that has given it back."""
+        self.run_dir, self.path, self.after = run_dir, run_dir / NAME, after
         self.token = secrets.token_hex(8)
-        owner = {"token": self.token, **asdict(this_process()), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        owner = {"token": self.token, **asdict(this_process()), "since": time.strftime("%Y-%m-%d %H:%M:%S"), "at": at}
         self._head = json.dumps(owner).encode() + b"\n"
         self._count, self._ended = 0, threading.Event()
         self._made = False
@@ -52,6 +54,8 @@ class Lease:
         self._made = not self.run_dir.exists()
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
+            if self.after is not None:
+                self._wait_for_the_other()
             while not create_whole(self.path, self._text()):
                 self._wait_for_the_other()
         except OSError as error:
@@ -75,7 +79,7 @@ class Lease:
 
     def _wait_for_the_other(self) -> None:
         """Come back when the file that is there is gone, by its holder's hand or, if that is dead, by ours. Raises EnvironmentFault."""
-        seen = _read(self.path)
+        seen = self._look()
         if seen is None:
             return
         holder = _holder(seen)
@@ -85,7 +89,7 @@ class Lease:
             until = time.monotonic() + PATIENCE_SECONDS
             while not alive and time.monotonic() < until:
                 time.sleep(LOOK_SECONDS)
-                now = _read(self.path)
+                now = self._look()
                 if now is None:
                     return
                 alive = now != seen
@@ -96,6 +100,13 @@ class Lease:
                 fix="wait for that run's end or stop it, or choose another folder with run.dir=…",
             )
         self._take_away(seen)
+
+    def _look(self) -> bytes | None:
+        """What is in the file. Raises EnvironmentFault where that is not the lease that this one may follow."""
+        seen = _read(self.path)
+        if self.after not in (None, _token(seen or b"")):
+            raise EnvironmentFault("the run has ended, or another host has taken it over", where=str(self.run_dir))
+        return seen
 
     def _take_away(self, dead: bytes) -> None:
         """Remove the file with these contents. One that somebody has put there since comes back."""
@@ -196,6 +207,14 @@ def has_lease(token: str, run_dir: Path, seconds: float) -> bool:
 def token_of(run_dir: Path) -> str | None:
     """The token of the lease that is in a run folder."""
     return _token(_read(run_dir / NAME) or b"")
+
+
+def place_of(run_dir: Path) -> tuple[str, int] | None:
+    """Where the holder of a run folder listens to agents of other hosts, if it does."""
+    match _fields(_read(run_dir / NAME) or b"").get("at"):
+        case [str(address), int(port)]:
+            return address, port
+    return None
 
 
 def _read(path: Path) -> bytes | None:

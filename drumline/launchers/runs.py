@@ -12,12 +12,14 @@ from pathlib import Path
 from drumline.core.redact import redact
 from drumline.core.signals import LauncherSignals
 from drumline.errors import DrumlineError, UserError
+from drumline.foreign import read_object
 from drumline.launchers import lease
 from drumline.launchers.slurm import queue
 from drumline.telemetry.events import Emit, Event, Fault, RunEnd, Step, last, last_start, tail
 
 LOOK_SECONDS = 0.5
 STOP_SECONDS = 30.0  # between two lines while a run saves
+TAKEOVER_SECONDS = 60.0  # for another host to follow a launcher that died, where hosts come and go
 LEFT = 130  # the exit code after Ctrl-C
 ATTEMPT = re.compile(r"attempt-(\d{1,9})")
 
@@ -105,8 +107,11 @@ def follow(run: Path, on_event: Emit) -> int:
     start = last_start(path)
     if (job := queue.queued_job(run)) is not None:
         return queue.follow(run, job, on_event, start)
+    nodes = read_object(run / "plan.json", UserError, "name the folder of a run").get("config", {}).get("launch", {}).get("nodes")
+    until, patience = 0.0, TAKEOVER_SECONDS if isinstance(nodes, dict) else 0.0
     with LauncherSignals() as signals, tail(path, on_event, start):
-        while not signals.number and (holder := lease.holders([run]).get(run)) is not None and holder.alive:
+        while not signals.number and (holder := lease.holders([run]).get(run)) is not None and (holder.alive or time.monotonic() < until):
+            until = time.monotonic() + patience if holder.alive else until
             _pause(signals, LOOK_SECONDS)
     if signals.number:
         return LEFT

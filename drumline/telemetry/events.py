@@ -211,6 +211,15 @@ class Replan(Event, kind="replan"):
     step: int  # the last one done
 
 
+class Takeover(Event, kind="takeover"):
+    """The launcher has gone, and another host's goes on with the run."""
+
+    host: str  # whose launcher goes on
+    from_: str  # the host of the one that has gone
+    why: str  # by what right: the lease of the run folder, or votes
+    step: int  # the last one done, as far as this host knows
+
+
 class Preempt(Event, kind="preempt"):
     step: int  # saved
     signal: str  # that requested it

@@ -114,6 +114,7 @@ class Replanner:
         self.plan, self.plan_path, self.left = plan, plan_path, MOST_REPLANS
         self.baseline = batched(plan)
         self.batch = plan.config.batch
+        self.micro = self.batch.micro_batch or plan.batch.micro_batch  # that was wanted, and fits as far as is known
 
     def __call__(self, out: Exhausted, step: int) -> tuple[str, str | None]:
         """(the line, why the run does not go on). None: plan.json holds the next plan. `step`: the last one done."""
@@ -134,6 +135,7 @@ class Replanner:
         # The batch stays as it was set: a resumed run is compared with it, and micro-batches do not change its numbers.
         plan = self._resolved(taken)
         self.plan = plan.model_copy(update={"config": plan.config.model_copy(update={"batch": self.batch})})
+        self.micro = plan.batch.micro_batch
         kept = self._save()
         event = Replan(
             from_=changed(taken.config, batched(old)),
@@ -180,7 +182,7 @@ class Replanner:
         """With the strategy and about the micro-batch that there are, else the best plan of any; None where there is none."""
         old, config = self.plan, self.plan.config
         request = None if config.plain else question(old, ranks)
-        for micro in range(old.batch.micro_batch, 0, -1):
+        for micro in range(self.micro, 0, -1):
             batch = BatchConfig(global_samples=old.batch.global_samples, micro_batch=micro)
             with suppress(PlanError):
                 plan = self._resolve(config.model_copy(update={"batch": batch}), ranks, request)

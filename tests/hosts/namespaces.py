@@ -70,6 +70,10 @@ class Host:
         self.starter.wait()
         subprocess.run(["ip", "link", "del", self.veth], capture_output=True, check=False, timeout=20)
 
+    @property
+    def dead(self) -> bool:
+        return self.starter.poll() is not None
+
     def command(self, *command: object) -> list[str]:
         """What runs `command` there, in the folder that this process is in."""
         return ["nsenter", "-t", str(self.pid), "-n", "-u", "-m", "-p", f"--wd={ROOT}", *map(str, command)]
@@ -135,7 +139,7 @@ def hosts(folder: Path, names: Sequence[str]) -> Iterator[dict[str, Host]]:
             made[name] = Host(name, f"{net}.{number}", f"v{tag}{number}", bridge, folder)
             made[name].boot()
         for host in made.values():
-            _await_sshd(host)
+            await_sshd(host)
         yield made
     finally:
         for host in made.values():
@@ -184,7 +188,7 @@ def _make_keys(folder: Path) -> None:
     )
 
 
-def _await_sshd(host: Host) -> None:
+def await_sshd(host: Host) -> None:
     until = time.monotonic() + READY_SECONDS
     while "LISTEN" not in host.run("ss", "-Hltn", "sport = :22"):
         assert time.monotonic() < until, "sshd does not listen"

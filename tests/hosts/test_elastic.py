@@ -133,10 +133,14 @@ class Quiet:
     number, at_once = 0, False
 
 
+def compared(hosts: ElasticHosts, name: str) -> None:
+    hosts.compared[name] = hosts.remotes[name].link
+
+
 @pytest.fixture
 def elastic() -> Iterator[ElasticHosts]:
     made = ElasticHosts(["a", "b", "c"], Starter(), "127.0.0.1", None, None, [], least=1, most=3)
-    made.size, made.require, made.resize = lambda name: 2, lambda name: None, lambda ranks: True
+    made.size, made.require, made.resize = lambda name: 2, lambda name: compared(made, name), lambda ranks: True
     try:
         yield made
     finally:
@@ -172,6 +176,7 @@ def test_a_host_that_comes_and_differs_is_sent_away(elastic: ElasticHosts, capsy
     def require(name: str) -> None:
         if name == "b":
             raise EnvironmentFault("host b has torch 9.9, and this one 2.13")
+        compared(elastic, name)
 
     elastic.require = require
     there(elastic, "a", "b")
@@ -201,8 +206,9 @@ def test_another_number_of_ranks_takes_the_same_steps(tmp_path: Path) -> None:
     two = Plan.load(place)
     assert (two.mesh.world_size, two.batch.global_samples, two.batch.micro_batch * two.batch.accumulation) == (2, 6, 3)
     assert (two.lr, two.steps, two.config.batch) == (plan.lr, plan.steps, plan.config.batch)
+    assert replanner.resize(3) and Plan.load(place).batch == plan.batch
     assert replanner.resize(1) and Plan.load(place).mesh.world_size == 1
-    assert [event["from"].split(",")[0] for event in events(place.parent, "replan")] == ["3 ranks", "2 ranks"]
+    assert [event["from"].split(",")[0] for event in events(place.parent, "replan")] == ["3 ranks", "2 ranks", "3 ranks"]
     assert replanner.resize(4), "six samples are not shared by four, so it is another strategy"
     four = Plan.load(place)
     assert four.mesh.data_ranks < four.mesh.world_size == 4 and (four.batch.global_samples, four.lr) == (6, plan.lr)

@@ -2,7 +2,8 @@
 
 Standard input brings one line of JSON: this host's name, the launcher's address and port, the secret, variables. It connects,
 says what this host has, and does what the launcher says: it starts ranks, hands signals on to them, and reports how they ended. When the
-launcher has gone, or has not heard of this host for a while, it kills its ranks and ends: nobody may write into the run folder then.
+launcher has gone, or has not heard of this host for a while, it kills its ranks: nobody may write into the run folder then. It ends, or
+looks for another launcher where hosts may come and go (`launchers.hosts.takeover`).
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from typing import Any
 
 from drumline.core.files import digest
 from drumline.core.network import CHOOSE, interface_to
-from drumline.core.process import tied
+from drumline.core.process import this_process, tied
 from drumline.core.signals import LauncherSignals
 from drumline.errors import EnvironmentFault, UserError
 from drumline.launchers.agent import Agent, Place
 from drumline.launchers.hosts.facts import facts
 from drumline.launchers.hosts.link import AGENT_SECONDS, BEAT_SECONDS, CONNECT_SECONDS, Link, Message, call, store_secret
+from drumline.launchers.hosts.takeover import Heir
 from drumline.launchers.lease import has_lease
 from drumline.launchers.postmortem import RankEnd, log_lines
 
@@ -49,31 +51,40 @@ class HostRanks(Agent):
 
 
 class Host:
-    """This host, as long as there is a launcher."""
+    """This host, as long as there is this launcher. `heir`: where another may follow it."""
 
-    def __init__(self, link: Link, settings: Message, signals: LauncherSignals) -> None:
-        self.link, self.settings, self.signals = link, settings, signals
+    def __init__(self, link: Link, settings: Message, signals: LauncherSignals, heir: Heir | None) -> None:
+        self.link, self.settings, self.signals, self.heir = link, settings, signals, heir
+        self.gone, self.ended = threading.Event(), False
         self.orders = queue.SimpleQueue[Message | None]()
         self.ranks: HostRanks | None = None
         self.elsewhere = defaultdict[str, set[int]](set)  # attempt → exit codes of failed ranks of other hosts
         self.confirmed = time.monotonic()  # when the newest beat was sent that the launcher has heard
 
-    def serve(self) -> None:
-        """Do what the launcher says, until it says that this is the end."""
+    def serve(self) -> bool:
+        """Do what the launcher says, until it says that this is the end; False: until it has gone, and the ranks with it."""
+        if self.heir is not None:
+            self.heir.voter.at = (self.settings["address"], self.settings["port"])
         for work in (self._listen, self._beat, self._watch):
             threading.Thread(target=work, daemon=True, name=f"drumline-host{work.__name__}").start()
-        self.link.send({"hello": self.settings["name"], **facts()})
+        votes = self.heir and self.heir.voter.place
+        self.link.send({"hello": self.settings["name"], **facts(), "process": this_process().name, "votes": votes})
         while (order := self.orders.get()) is not None:
             if order["do"] == "check":
                 self.link.send({"checked": self._check(order)})
+            elif order["do"] == "know" and self.heir is not None:
+                self.link.send({"known": self.heir.confirm(order)})
             elif order["do"] == "start":
                 self.link.send(self._start(order))
+        lost = self.gone.is_set() and not self.ended
+        self.gone.set()
+        return not lost
 
     def _check(self, order: Message) -> dict[str, Any]:
-        return {
-            "shared": has_lease(order["lease"], Path(order["run_dir"]), SHARED_SECONDS),
-            "digests": {path: digest(Path(path)) for path in order["paths"]},
-        }
+        run_dir = Path(order["run_dir"])
+        shared = has_lease(order["lease"], run_dir, 0.0 if self.heir and self.heir.own else SHARED_SECONDS)
+        mistake = self.heir.claim(run_dir) if self.heir and order["apart"] and not shared else ""
+        return {"shared": shared, "mistake": mistake, "digests": {path: digest(Path(path)) for path in order["paths"]}}
 
     def _start(self, order: Message) -> Message:
         """Run the ranks of an attempt to their end, and say how they ended."""
@@ -87,7 +98,7 @@ class Host:
         ranks = HostRanks(tied(*order["rank"]), order["nproc"], place, Path(order["logs"]), self.signals, order["grace"])
         ranks.link, ranks.elsewhere, self.ranks = self.link, self.elsewhere[order["attempt"]], ranks
         try:
-            ends = ranks.attempt()
+            ends = [] if self.gone.is_set() else ranks.attempt()
         finally:
             self.ranks = None
         return {"ends": [_reported(end) for end in ends]}
@@ -104,29 +115,39 @@ class Host:
             elif message["do"] == "elsewhere":
                 self.elsewhere[message["attempt"]].update(message["codes"])
             else:
-                self.orders.put(None if message["do"] == "end" else message)
-                if message["do"] == "end" and self.ranks is None:
+                self.ended = message["do"] == "end"
+                self.orders.put(None if self.ended else message)
+                if self.ended and self.ranks is None:
                     return
         self._leave("the launcher has gone")
 
     def _beat(self) -> None:
-        while True:
+        while not self.gone.is_set():
             self.link.send({"beat": time.monotonic(), "clock": time.time()})
-            time.sleep(BEAT_SECONDS)
+            self.gone.wait(BEAT_SECONDS)
 
     def _watch(self) -> None:
         """By itself, as a message may wait for a network that has gone."""
         while time.monotonic() - self.confirmed < AGENT_SECONDS:
-            time.sleep(LOOK_SECONDS)
+            if self.gone.wait(LOOK_SECONDS):
+                return
         self._leave(f"the launcher has not heard of this host for {AGENT_SECONDS:g} s")
 
     def _leave(self, why: str) -> None:
-        """Kill the ranks and end on the spot, whatever this process is at."""
+        """Kill the ranks, whatever this process is at, and end on the spot, unless another launcher may follow."""
+        if self.gone.is_set():
+            return
+        self.gone.set()
         if (ranks := self.ranks) is not None:
+            ranks.elsewhere.add(-signal.SIGKILL)  # of those that may just be starting
             ranks.strike()
         with suppress(OSError):
             print(why + ": its ranks were killed" * (ranks is not None), file=sys.stderr, flush=True)
-        os._exit(1)
+        if self.heir is None or not self.heir.known or self.ended:
+            os._exit(1)
+        self.heir.voter.lose()
+        self.link.close()
+        self.orders.put(None)
 
 
 def _reported(end: RankEnd) -> Message:
@@ -149,14 +170,17 @@ def main() -> None:
         prepare(settings)
         place = (settings["address"], settings["port"])
         try:
-            link = call(*place, settings["secret"])
+            link: Link | None = call(*place, settings["secret"])
         except OSError as error:
             raise EnvironmentFault(f"cannot reach the launcher at {place[0]}:{place[1]}: {error.strerror or error}") from None
     except UserError as error:
         print(error.line(), file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+    heir = Heir(settings, link.address) if link is not None and settings.get("elastic") else None
     with LauncherSignals() as signals:
-        Host(link, settings, signals).serve()
+        while link is not None and not Host(link, settings, signals, heir).serve() and heir is not None:
+            link = None if signals.number else heir.find()
+    raise SystemExit(1 if link is None else heir.close() if heir is not None else 0)
 
 
 if __name__ == "__main__":

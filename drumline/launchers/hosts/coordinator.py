@@ -71,12 +71,17 @@ class Hosts:
         self.interface, self.peers = interface, list(peers)
         self.counts: dict[str, int] = {}  # ranks of each host
         self.grace = 60.0
-        self.secret = secrets.token_hex(32)
+        self.secret: str = secrets.token_hex(32)
         self.inbox = queue.SimpleQueue[tuple[Remote, Message]]()
         self._listener = listen(None if port is None else port + 1, address)
         self._ended, self._begun = threading.Event(), False
         for work in (self._accept, self._watch):
             threading.Thread(target=work, daemon=True, name=f"drumline-hosts{work.__name__}").start()
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Where the launcher listens to agents."""
+        return self.address, self._listener.getsockname()[1]
 
     # ------------------------------------------------------------------------------------------------------ connections
 
@@ -113,7 +118,7 @@ class Hosts:
 
     def _settings(self, name: str) -> Message:
         environment = {**handed_on(os.environ), **withheld()}
-        where = {"name": name, "address": self.address, "port": self._listener.getsockname()[1], "secret": self.secret}
+        where = {"name": name, "address": self.address, "port": self.place[1], "secret": self.secret}
         return {**where, "env": environment, "interface": self.interface, "peers": self.peers}
 
     def _accept(self) -> None:
@@ -132,6 +137,11 @@ class Hosts:
         while (hello := link.receive()) is not None and "beat" in hello:
             link.send({"beat": hello["beat"]})
         remote = self.remotes.get(str(hello["hello"])) if hello is not None and "hello" in hello else None
+        if hello is not None and remote is not None and (older := remote.link) is not None:
+            if hello["process"] == remote.facts["process"]:
+                self._lose(remote, older, "its agent has called again")
+            else:
+                link.send({"do": "end"})
         if hello is None or remote is None or remote.link is not None:
             link.close()
             return
@@ -159,10 +169,12 @@ class Hosts:
 
     # ------------------------------------------------------------------------------------------------------------ asking
 
-    def ask(self, order: Message, key: str) -> dict[str, Any]:
-        """Host that is there → its answer. Raises EnvironmentFault for a host that gives none."""
-        answers, there = dict[str, Any](), self.there()
-        self.send(order)
+    def ask(self, order: Message, key: str, only: Sequence[str] | None = None) -> dict[str, Any]:
+        """Host that is there → its answer; `only`: of these. Raises EnvironmentFault for a host that gives none."""
+        answers, there = dict[str, Any](), self.there() if only is None else only
+        for name in there:
+            if (link := self.remotes[name].link) is not None:
+                link.send(order)
         until = time.monotonic() + REPLY_SECONDS
         while len(answers) < len(there):
             remote, message = self.next_message()
@@ -247,6 +259,7 @@ class Attempt:
         for name, count in hosts.counts.items():
             self.first[name], world = world, world + count
         self.world = world
+        self.links = {name: hosts.remotes[name].link for name in hosts.counts}  # an agent that comes anew has no ranks
         self.ends = dict[str, list[RankEnd]]()
         self.until = float("inf")  # by when each host must have reported
         self.sent_number, self.sent_hurry = False, False
@@ -263,7 +276,7 @@ class Attempt:
         order = {"do": "start", "rank": rank, "world_size": self.world, "port": store.port, "attempt": self.logs.name}
         order |= {"logs": str(self.logs), "grace": hosts.grace}
         for name, count in hosts.counts.items():
-            if (link := hosts.remotes[name].link) is not None:
+            if (link := self.links[name]) is not None:
                 link.send({**order, "nproc": count, "first": self.first[name]})
         while len(self.ends) < len(hosts.counts):
             self._forward()
@@ -306,7 +319,7 @@ class Attempt:
             self._limit()
         for name in self.hosts.counts:
             late, remote = time.monotonic() > self.until, self.hosts.remotes[name]
-            if name not in self.ends and (remote.link is None or late):
+            if name not in self.ends and (remote.link is None or remote.link is not self.links[name] or late):
                 why = self.hosts.why_gone(remote) or "its host did not report how its ranks ended"
                 first, count, now = self.first[name], self.hosts.counts[name], time.time()
                 silent = [RankEnd(first + n, 1, None, self.logs / f"rank-{first + n}.log", True, now, host=name) for n in range(1, count)]

@@ -2,42 +2,57 @@
 
 The ranks of a host that is lost are gone with it. The hosts that are there are planned for anew and go on from the newest checkpoint. One
 that comes joins at the next checkpoint. The launcher alone decides who takes part, and it holds the lease of the run folder: hosts that it
-does not hear, or that do not hear it, have no ranks.
+does not hear, or that do not hear it, have no ranks. It may be lost as well: before each attempt the hosts confirm what they need to know
+then (`launchers.hosts.takeover`). Where they share no run folder a launcher needs half of the hosts that took part last.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from drumline.core.signals import Interrupted, LauncherSignals
-from drumline.errors import EnvironmentFault
+from drumline.errors import DrumlineError, EnvironmentFault
+from drumline.launchers import lease
 from drumline.launchers.hosts.coordinator import BACK_SECONDS, LOOK_SECONDS, Attempt, Hosts
+from drumline.launchers.hosts.link import Link, Message
 from drumline.launchers.postmortem import RankEnd
 from drumline.telemetry.events import Event, Save, read
 
 RECALL_SECONDS = 5.0  # between two starts of an agent on a host that has none
 EVENTS_SECONDS = 1.0  # between two looks at the events
+AGENTS_SECONDS = 20.0  # for the agents that are left to find a launcher that goes on
 
 
 class ElasticHosts(Hosts):
     """`least`, `most`: hosts that take part. The launcher's spec sets the rest before the first attempt.
 
-    `size`: ranks of a host that is there. `resize`: makes the plan one for so many ranks; False where there is none. `require`: raises
-    EnvironmentFault where a host differs from this one."""
+    `own`: the launcher's host, where rank 0 is; empty where that is none of them. `run`: what hosts have to know of the run. `known`: what
+    the agent of this host knows, where the launcher follows another. `shared`: all have the same run folder. `size`: ranks of a host that
+    is there. `resize`: makes the plan one for so many ranks; False where there is none. `require`: raises EnvironmentFault where a host
+    differs from this one."""
 
     size: Callable[[str], int]
     resize: Callable[[int], bool]
     require: Callable[[str], None]
     joins_at: type[Event] = Save  # events after which a host may join
 
-    def __init__(self, *given: Any, least: int, most: int) -> None:
+    def __init__(self, *given: Any, least: int, most: int, own: str = "", run: Message | None = None, known: Message | None = None) -> None:
         super().__init__(*given)
-        self.least, self.most = least, most
+        self.least, self.most, self.own, self.run = least, most, own, run or {}
+        self.known = known or {}
+        self.secret = self.known.get("secret", self.secret)
+        self.term: int = self.known.get("term", 1)  # counts the launchers of a run
+        self.shared: bool = self.known.get("shared", True)
+        self.members = list[str](self.known.get("members", ()))  # that took part last
+        self._number = 0  # of their list
+        self.compared = dict[str, Link | None]()  # host → its agent that was the same
         self._refused = set[str]()  # hosts that came and differ
         self._fitted = list[str]()  # the hosts that were there when those that take part were chosen
         self._events, self._past, self._next_look = Path(), 0, 0.0
@@ -51,6 +66,24 @@ class ElasticHosts(Hosts):
             raise EnvironmentFault(what, where="launch.hosts", fix="set launch.nodes.min lower to go on with fewer")
         for name, why in missing.items():
             print(f"note: goes on without host {name}: {why}", file=sys.stderr)
+        self._begin_recall()
+
+    def await_agents(self) -> None:
+        """In the place of `gather`, for a launcher that follows another: agents of those that took part call by themselves."""
+        self._begun, until = True, time.monotonic() + AGENTS_SECONDS
+        while time.monotonic() < until and set(self.members) - {self.known["host"], *self.there()}:
+            time.sleep(LOOK_SECONDS)
+        for remote in self.remotes.values():
+            if remote.link is None:
+                with suppress(EnvironmentFault):  # hosts need not reach each other by ssh
+                    self.begin(remote)
+        self._begin_recall()
+
+    def _settings(self, name: str) -> Message:
+        settings = super()._settings(name)
+        return {**settings, "elastic": True, "env": self.known.get("env", settings["env"])}
+
+    def _begin_recall(self) -> None:
         threading.Thread(target=self._recall, daemon=True, name="drumline-hosts-recall").start()
 
     def _recall(self) -> None:
@@ -58,7 +91,8 @@ class ElasticHosts(Hosts):
         while not self._ended.wait(RECALL_SECONDS):
             for name, remote in self.remotes.items():
                 if remote.link is None and name not in self._refused and self.starter.ended(name) is not None:
-                    self.begin(remote)
+                    with suppress(EnvironmentFault):
+                        self.begin(remote)
 
     def may_pause(self) -> bool:
         """A host has come, and the run has a checkpoint of this attempt."""
@@ -73,10 +107,13 @@ class ElasticHosts(Hosts):
         self._events = logs.parents[1] / "events.jsonl"
         while True:
             self._fit(signals)
+            self._require_right()
+            self._agree(rank)
             self._past = len(read(self._events))
             attempt = Attempt(self, logs, signals)
             ends = attempt.run(rank)
             self._begun = True
+            self._require_right()
             if not attempt.paused or signals.number or 75 not in {end.exitcode for end in ends}:
                 return ends
             rank = [*rank[:2], "--resume", "newest"]
@@ -89,15 +126,17 @@ class ElasticHosts(Hosts):
             if signals.number:
                 raise Interrupted(signals.number)
             if time.monotonic() > until:
+                self._leave_to_others()
                 raise EnvironmentFault(f"{len(there)} of at least {self.least} hosts are there", where="launch.nodes")
             time.sleep(LOOK_SECONDS)
-        self._refuse([name for name in there if name not in self.counts])
-        self._fitted = there = self.there()
+        self._refuse([name for name in there if name not in self._same()])
+        self._fitted = there = self._same()
         if set(there) == self.counts.keys():
             return
         before = list(self.counts)
         # Those that took part keep their place, so that rank 0 stays where it is.
         order = [name for name in before if name in there] + [name for name in there if name not in before]
+        order.sort(key=lambda name: name != self.own)
         for number in range(min(len(order), self.most), self.least - 1, -1):
             self.counts = {name: self.size(name) for name in order[:number]}
             if self.resize(sum(self.counts.values())):
@@ -105,6 +144,38 @@ class ElasticHosts(Hosts):
                     print(f"note: goes on with {number} of {len(self.remotes)} hosts: {', '.join(self.counts)}", file=sys.stderr)
                 return
         raise EnvironmentFault(f"no plan takes the same steps on {self.least} to {len(order)} hosts", where="launch.nodes")
+
+    def _same(self) -> list[str]:
+        """The hosts that are there, and have been compared."""
+        return [name for name in self.there() if self.compared.get(name) is self.remotes[name].link]
+
+    def _agree(self, rank: list[str]) -> None:
+        """Have the hosts confirm who takes part from now on, for the time after this launcher. Raises EnvironmentFault for one that does
+        not."""
+        self._number += 1
+        run_dir, path = Path(self.run["run_dir"]), Path(self.run["plan"])
+        files = {} if self.shared else {each.name: each.read_text() for each in (path, run_dir / "config.yaml")}
+        known = {**self.run, "host": self.own, "shared": self.shared, "term": self.term, "number": self._number, "files": files}
+        known |= {"members": {name: self.remotes[name].facts["votes"] for name in self.counts}, "resume": "".join(rank[3:]) or None}
+        for name, mistake in self.ask({"do": "know", **known}, "known", self._same()).items():
+            if mistake:
+                raise EnvironmentFault(f"host {name}: {mistake}", where="launch.nodes")
+        self.members = list(self.counts)
+
+    def _require_right(self) -> None:
+        """Raises DrumlineError where another launcher may go on with the run: nothing more is written then."""
+        here = len(set(self.members) & set(self._same()))
+        if self.members and self.shared and not lease.has_lease(self.run["token"], Path(self.run["run_dir"]), 2 * lease.RENEW_SECONDS):
+            raise DrumlineError("another host has taken the run over", where=self.run["run_dir"])
+        if not self.shared and 2 * here < len(self.members):
+            what = f"this side has {here} of the {len(self.members)} hosts that took part: fewer than half, so it ends"
+            raise DrumlineError(what, where="launch.nodes", fix="the other side goes on if it has a majority; else go on with --resume")
+
+    def _leave_to_others(self) -> None:
+        """End on the spot where this side is the smaller one, with the lease as of a dead process: the other side may follow."""
+        if self.shared and 2 * len(set(self.members) & set(self.there())) < len(self.members):
+            print(f"error: {len(self.there())} of {len(self.members)} hosts are there: left to the others", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def _refuse(self, new: list[str]) -> None:
         """Send those of the hosts that came away that differ."""

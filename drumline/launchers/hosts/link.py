@@ -53,6 +53,14 @@ class Link:
         self.heard = time.monotonic()
         return message if isinstance(message, dict) else None
 
+    @property
+    def address(self) -> str:
+        """This host's, as the other side sees it."""
+        with socket.socket(fileno=self._connection.fileno()) as ends:
+            own = str(ends.getsockname()[0])
+            ends.detach()
+        return own
+
     def close(self) -> None:
         """Also while another thread receives: it gets None."""
         try:
@@ -63,36 +71,37 @@ class Link:
             return
 
 
-def call(address: str, port: int, secret: str) -> Link:
-    """The agent's side. Raises OSError where nobody answers, or not who should."""
-    with socket.create_connection((address, port), CONNECT_SECONDS) as connected:
-        connection = _limited(connected)
+def call(address: str, port: int, secret: str, reach: float = CONNECT_SECONDS, seconds: float | None = None) -> Link:
+    """The agent's side. `reach`: seconds for the connection; `seconds`: for each message, where it is for one question. Raises OSError
+    where nobody answers, or not who should."""
+    with socket.create_connection((address, port), reach) as connected:
+        connection = _limited(connected, seconds or HANDSHAKE_SECONDS)
     try:
         answer_challenge(connection, secret.encode())
         deliver_challenge(connection, secret.encode())
     except (AuthenticationError, EOFError, AssertionError) as error:  # the library asserts that it is its own protocol
         connection.close()
         raise ConnectionError("who listens there is not this run's launcher") from error
-    return _unlimited(connection)
+    return Link(connection) if seconds else _unlimited(connection)
 
 
-def answer(connected: socket.socket, secret: str) -> Link | None:
-    """The launcher's side; None where the other is not one of its agents."""
+def answer(connected: socket.socket, secret: str, seconds: float | None = None) -> Link | None:
+    """The launcher's side, with `seconds` as in `call`; None where the other is not one of its agents."""
     with connected:
-        connection = _limited(connected)
+        connection = _limited(connected, seconds or HANDSHAKE_SECONDS)
     try:
         deliver_challenge(connection, secret.encode())
         answer_challenge(connection, secret.encode())
     except (AuthenticationError, EOFError, AssertionError, OSError):
         connection.close()
         return None
-    return _unlimited(connection)
+    return Link(connection) if seconds else _unlimited(connection)
 
 
-def _limited(connected: socket.socket) -> Connection:
+def _limited(connected: socket.socket, seconds: float = HANDSHAKE_SECONDS) -> Connection:
     """One that waits for an answer no longer than a handshake may take."""
     connected.settimeout(None)
-    _wait_at_most(connected, HANDSHAKE_SECONDS)
+    _wait_at_most(connected, seconds)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Connection(connected.detach())
 

@@ -83,10 +83,10 @@ class SSHLauncher(HostsLauncher):
 
         return tuple(counts(self).values())
 
-    def make_hosts(self) -> Hosts:
+    def make_hosts(self, known: dict[str, Any] | None = None) -> Hosts:
         from drumline.launchers.ssh.start import make_hosts
 
-        return make_hosts(self)
+        return make_hosts(self, known)
 
     def submission(self, plan: Plan, plan_path: Path, resume: str | None) -> str:
         from drumline.launchers.ssh.start import submission
@@ -112,7 +112,7 @@ class SSHLauncher(HostsLauncher):
 
         early.grace = self.grace_seconds
         if isinstance(early, ElasticHosts):
-            make_elastic(self, plan, early, on_oom.resize)
+            make_elastic(self, plan, plan_path, early, on_oom.resize)
         return launch(plan, plan_path, resume, on_event, on_oom=on_oom, ranks=early)
 
 

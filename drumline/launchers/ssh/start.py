@@ -19,6 +19,7 @@ from drumline.core.process import Helper, exit_code, run_command, tied
 from drumline.core.redact import redact
 from drumline.errors import EnvironmentFault
 from drumline.hardware.detect import Machine, detect
+from drumline.launchers import lease
 from drumline.launchers.hosts.coordinator import AGENT, LEAVE_SECONDS, Hosts
 from drumline.launchers.hosts.elastic import ElasticHosts
 from drumline.launchers.hosts.facts import facts, machine_of, require_same_versions
@@ -83,17 +84,20 @@ def ssh_command(spec: SSHLauncher, name: str, module: str = AGENT) -> list[str]:
     return ["ssh", *OPTIONS, *spec.options, name.replace("[", "").replace("]", ""), remote]
 
 
-def make_hosts(spec: SSHLauncher) -> Hosts:
-    """The hosts of a spec, without agents. Raises EnvironmentFault for a name without an address."""
-    found = {place: _addresses(spec, place) for place in spec.places}
+def make_hosts(spec: SSHLauncher, known: Message | None = None) -> Hosts:
+    """The hosts of a spec, without agents. `known`: of a launcher that follows another, what its host knows. Raises EnvironmentFault for a
+    name without an address."""
+    found = known["addresses"] if known else {place: _addresses(spec, place) for place in spec.places}
     peers = [each[0] for each in found.values() if each]
-    here = {place for place, each in found.items() if each and is_here(each[0])}
+    here = {known["name"]} if known else {place for place, each in found.items() if each and is_here(each[0])}
     ssh = SSH(spec, here)
     given = (spec.places, ssh, _own_address(spec, peers), spec.port, spec.interface, peers)
     if spec.nodes is None:
         hosts = Hosts(*given)
     else:
-        hosts = ElasticHosts(*given, least=spec.nodes.min, most=spec.nodes.max or len(spec.places))
+        own = next((place for place in spec.places if place in here), "")
+        run = {"addresses": found}
+        hosts = ElasticHosts(*given, least=spec.nodes.min, most=spec.nodes.max or len(spec.places), own=own, run=run, known=known)
     ssh.shown = lambda name: hosts.remotes[name].link is not None
     return hosts
 
@@ -129,21 +133,22 @@ def counts(spec: SSHLauncher) -> dict[str, int]:
             for host, place in zip(spec.hosts, spec.places, strict=True)
             if place in there
         }
-        most = spec.nodes.max if spec.nodes else None
-        hosts.counts = dict(list(found.items())[:most])
+        most, own = spec.nodes.max if spec.nodes else None, getattr(hosts, "own", "")
+        hosts.counts = dict(sorted(found.items(), key=lambda each: each[0] != own)[:most])
     return hosts.counts
 
 
-def make_elastic(spec: SSHLauncher, plan: Plan, hosts: ElasticHosts, resize: Callable[[int], bool]) -> None:
+def make_elastic(spec: SSHLauncher, plan: Plan, plan_path: Path, hosts: ElasticHosts, resize: Callable[[int], bool]) -> None:
     """What hosts that come and go need to know of a run."""
 
     def require(name: str) -> None:
         require_same_versions(facts(), {name: hosts.remotes[name].facts})
-        compare(plan, hosts)
+        compare(plan, hosts, name)
 
     by_place = dict(zip(spec.places, spec.hosts, strict=True))
     hosts.size = lambda name: spec.count(by_place[name], len(machine_of(hosts.remotes[name].facts).devices))
     hosts.require, hosts.resize = require, resize
+    hosts.run |= {"run_dir": plan.run_dir, "plan": str(plan_path), "token": lease.token_of(Path(plan.run_dir))}
     hosts.joins_at = Save if plan.config.checkpoint.every else Step
 
 

@@ -1,0 +1,124 @@
+"""What an agent does when its launcher has gone and hosts may come and go: it looks for the launcher that goes on, or starts it.
+
+Where all hosts share the run folder its lease decides: a launcher starts on each host, and the one that gets the lease of the dead one
+writes there where it listens. Else hosts vote (`launchers.hosts.vote`), and each tells the others where its launcher is. Until there is one
+again this host has no ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from drumline.core.files import write_whole
+from drumline.core.process import Helper, tied
+from drumline.core.redact import redact
+from drumline.errors import EnvironmentFault
+from drumline.launchers import lease
+from drumline.launchers.hosts.link import Link, Message, call
+from drumline.launchers.hosts.vote import ASK_SECONDS, FREE_SECONDS, Place, Voter
+
+LAUNCHER = "drumline.train.successor"
+FIND_SECONDS = 60.0  # for another launcher to be there; with the lease twice as long, as a launcher without hosts waits a minute
+LOOK_SECONDS = 1.0
+TURN_SECONDS = 2.0  # between the first trials of two hosts, so that one usually wins
+
+
+class Heir:
+    """What one agent knows for the time after its launcher. `own`: its run folder is on a disk of its own."""
+
+    def __init__(self, settings: Message, address: str) -> None:
+        self.settings, self.voter = settings, Voter(settings["name"], address, settings["secret"])
+        self.known: Message = {}  # what the launcher has all hosts know; nothing before the first attempt
+        self.own, self._folder = False, ExitStack()
+        self._launcher: Helper | None = None
+
+    def claim(self, run_dir: Path) -> str:
+        """Take the run folder of this host's own disk; why that cannot be, if so."""
+        try:
+            if not self.own:
+                self._folder.enter_context(lease.Lease(run_dir))
+                self.own = True
+        except EnvironmentFault as fault:
+            return fault.line()
+        return ""
+
+    def confirm(self, order: Message) -> str:
+        """Know what a launcher has all hosts know; why not, if so."""
+        run_dir = Path(order["run_dir"])
+        members = {name: (address, port) for name, (address, port) in order["members"].items()}
+        if self.own and order["resume"] is None and any((run_dir / "checkpoints").glob("step-*")):
+            return f"{run_dir.absolute()} has checkpoints of another run: go on with --resume, or choose another with run.dir=…"
+        if not self.voter.confirm((order["term"], order["number"]), members):
+            return "has given its vote to another launcher"
+        self.known = order
+        try:
+            for name, text in order["files"].items() if self.own else ():
+                write_whole(run_dir / name, text, private=True)
+        except OSError as error:
+            return f"cannot write its run folder: {error.strerror or error}"
+        return ""
+
+    def find(self) -> Link | None:
+        """The launcher that goes on; None where there is none in time."""
+        until = time.monotonic() + FIND_SECONDS * (1 + self.known["shared"])
+        turn = time.monotonic() + TURN_SECONDS * self._place_in_line() + (0 if self.known["shared"] else FREE_SECONDS)
+        while time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+            with suppress(OSError, EnvironmentFault):
+                place = self._launcher_place()
+                if place is not None:
+                    link = call(*place, self.settings["secret"], ASK_SECONDS)
+                    self.settings |= {"address": place[0], "port": place[1]}
+                    return link
+            if time.monotonic() > turn and (self._launcher is None or self._launcher.poll() is not None):
+                turn = time.monotonic() + TURN_SECONDS * max(2, len(self.known["members"]))
+                self._start()
+        self._note(f"error: host {self.settings['name']} found no launcher that goes on with {self.known['run_dir']}" + self._why())
+        return None
+
+    def _place_in_line(self) -> int:
+        line = [name for name in self.known["members"] if name != self.known["host"]]
+        return line.index(self.settings["name"]) if self.settings["name"] in line else len(line)
+
+    def _launcher_place(self) -> Place | None:
+        """Where a launcher listens, if one does. Raises OSError for a folder that does not answer."""
+        run_dir = Path(self.known["run_dir"])
+        if not self.known["shared"] and (self._launcher is None or self._launcher.poll() is not None):
+            return self.voter.launcher()
+        changed = lease.token_of(run_dir) != self.known["token"]
+        return lease.place_of(run_dir) if changed or not self.known["shared"] else (self.settings["address"], self.settings["port"])
+
+    def _start(self) -> None:
+        """Start a launcher on this host. One that does not get the lease ends by itself; without a shared folder votes come first."""
+        term = self.known["term"] + 1
+        if not self.known["shared"]:
+            won = self.voter.win()
+            if won is None:
+                return
+            term = won
+            self._folder.close()  # for the launcher to take
+            self.own = False
+        self._launcher = Helper([sys.executable, *tied(LAUNCHER)], None, self._note)
+        self._launcher.tell(json.dumps({**self.known, **self.settings, "term": term}))
+
+    def _why(self) -> str:
+        if self.known["shared"]:
+            return ""
+        return f": fewer than a majority of the {len(self.known['members'])} hosts that took part last are here"
+
+    def _note(self, line: str) -> None:
+        """Also on a disk of this host's own: ssh may have gone with the launcher."""
+        with suppress(OSError):
+            print(redact(line), file=sys.stderr, flush=True)
+        if not self.known["shared"]:
+            with suppress(OSError), (Path(self.known["run_dir"]) / "logs" / f"launcher-{self.settings['name']}.log").open("a") as log:
+                log.write(redact(line) + "\n")
+
+    def close(self) -> int:
+        """Wait for the launcher of this host, if it is here. Returns its exit code."""
+        self._folder.close()
+        return 0 if self._launcher is None else self._launcher.wait()

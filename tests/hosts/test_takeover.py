@@ -1,0 +1,184 @@
+"""The host with the launcher and the store goes, too: another one takes over, one alone, and the run is that of one host left alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.live import wait_for
+from tests.harness import events, losses, same_weights
+from tests.hosts.namespaces import Host, await_sshd, ended, hosts
+from tests.hosts.test_elastic import STEPS, TRAIN, alone, config, same_as_alone, without_ranks
+
+pytestmark = pytest.mark.full
+GONE_SECONDS = 3 * 60.0  # that agents look for another launcher
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Host]]:
+    with hosts(tmp_path_factory.mktemp("net"), ["a", "b", "c", "d"]) as made:
+        yield made
+
+
+@pytest.fixture
+def four(net: dict[str, Host]) -> Iterator[dict[str, Host]]:
+    """All up, whatever the test did."""
+    yield net
+    for host in net.values():
+        if host.dead:
+            host.boot()
+            await_sshd(host)
+        host.link(up=True)
+
+
+def wait_for_end(found: list[Host], run: Path) -> None:
+    """A run whose launcher is not this process's child has finished, and nothing of it is left on these hosts."""
+    assert wait_for(run, "run_end", STEPS)["status"] == "finished"
+    until, left = time.time() + 60, [""]
+    while left and time.time() < until:
+        left = [line for host in found for line in host.processes("drumline.")]
+        time.sleep(0.2)
+    assert not left
+    assert not (run / "run.lock").exists()
+
+
+def test_the_launcher_s_host_dies_and_comes_back(four: dict[str, Host], tmp_path: Path) -> None:
+    path, run = config(tmp_path, four["a"].ssh_config), tmp_path / "run"
+    (tmp_path / "slow").touch()
+    process = four["a"].start(*TRAIN, path)
+    wait_for(run, "step", 5, process)
+    died = time.time()
+    four["a"].die()
+    process.communicate(timeout=60)
+    taken = wait_for(run, "takeover", 0)
+    assert taken["host"] in "bcd" and taken["from"] == "a" and taken["why"] == "the lease of the run folder" and taken["t"] > died
+    assert wait_for(run, "run_start", 0, after=taken["t"])["world_size"] == 3
+    four["a"].boot()
+    await_sshd(four["a"])
+    again = wait_for(run, "save", 0, after=time.time())
+    assert wait_for(run, "run_start", 0, after=again["t"])["world_size"] == 4
+    (tmp_path / "slow").unlink()
+    wait_for_end(list(four.values()), run)
+    assert len(events(run, "takeover")) == 1
+    said = (run / "logs" / f"launcher-{taken['host']}.log").read_text()
+    assert f"host {taken['host']} goes on with the run" in said and "goes on with 3 of 4 hosts" in said
+    same_as_alone(path, run)
+
+
+def test_the_launcher_s_host_is_cut_off_and_keeps_the_lease(four: dict[str, Host], tmp_path: Path) -> None:
+    """Its disk is not cut off: no other host gets the folder, and those that are cut off from the launcher have no ranks."""
+    path, run = config(tmp_path, four["a"].ssh_config), tmp_path / "run"
+    (tmp_path / "slow").touch()
+    process = four["a"].start(*TRAIN, path)
+    wait_for(run, "step", 5, process)
+    cut = time.time()
+    four["a"].link(up=False)
+    for name in "bcd":
+        without_ranks(four[name])
+    shrunk = wait_for(run, "run_start", 0, process, after=cut)
+    assert shrunk["world_size"] == 1
+    wait_for(run, "save", 0, process, after=shrunk["t"])
+    four["a"].link(up=True)
+    grown = wait_for(run, "run_start", 0, process, after=shrunk["t"] + 1)
+    while grown["world_size"] < 4:  # they may come one after the other
+        grown = wait_for(run, "run_start", 0, process, after=grown["t"] + 1)
+    (tmp_path / "slow").unlink()
+    code, out = ended(process, 280)
+    assert code == 0 and not events(run, "takeover"), out
+    same_as_alone(path, run)
+
+
+def test_a_launcher_that_is_cut_off_from_most_leaves_the_run_to_them(four: dict[str, Host], tmp_path: Path) -> None:
+    path, run = config(tmp_path, four["a"].ssh_config, nodes={"min": 2}), tmp_path / "run"
+    (tmp_path / "slow").touch()
+    process = four["a"].start(*TRAIN, path)
+    wait_for(run, "step", 5, process)
+    four["a"].link(up=False)
+    code, out = ended(process, GONE_SECONDS)
+    assert code == 1 and "error: 1 of 4 hosts are there: left to the others" in out, out
+    assert not four["a"].processes("drumline.")
+    taken = wait_for(run, "takeover", 0)
+    assert wait_for(run, "run_start", 0, after=taken["t"])["world_size"] == 3
+    (tmp_path / "slow").unlink()
+    wait_for_end([four[name] for name in "bcd"], run)
+    same_as_alone(path, run)
+
+
+def apart(folder: Path, four: dict[str, Host]) -> dict[str, Path]:
+    """Host → its run folder, each on a disk of its own at one place."""
+    (folder / "own").mkdir()
+    for name, host in four.items():
+        (folder / name).mkdir()
+        (folder / name / "slow").touch()
+        host.run("mount", "--bind", folder / name, folder / "own")
+    return {name: folder / name / "run" for name in four}
+
+
+def apart_config(folder: Path, ssh: Path, **launch: Any) -> Path:
+    path = config(folder, ssh, **launch)
+    text = path.read_text().replace(f"dir: {folder}/run", f"dir: {folder}/own/run")
+    path.write_text(text.replace("every: 3", "every: 3\n  replicas: 1").replace("export: none", "export: last"))
+    return path
+
+
+def unmount(folder: Path, found: list[Host]) -> None:
+    for host in found:
+        host.run("umount", "-l", folder / "own")
+
+
+def test_without_a_shared_folder_a_majority_goes_on(four: dict[str, Host], tmp_path: Path) -> None:
+    path, runs = apart_config(tmp_path, four["a"].ssh_config), apart(tmp_path, four)
+    process = four["a"].start(*TRAIN, path)
+    wait_for(runs["a"], "step", 5, process)
+    four["a"].die()
+    process.communicate(timeout=60)
+    others = [four[name] for name in "bcd"]
+    try:
+        taken = next(iter(taken_over(runs)))
+        run = runs[taken["host"]]
+        assert taken["from"] == "a" and taken["why"] == "votes of a majority, term 2"
+        assert wait_for(run, "run_start", 0)["world_size"] == 3
+        for name in "bcd":
+            (tmp_path / name / "slow").unlink()
+        wait_for_end(others, run)
+    finally:
+        unmount(tmp_path, others)
+    assert sum(len(events(each, "takeover")) for each in runs.values() if (each / "events.jsonl").exists()) == 1
+    reference = alone(path, tmp_path / "alone")
+    assert {**losses(runs["a"]), **losses(run)} == pytest.approx(losses(reference), rel=1e-5)
+    same_weights(run, reference, 1e-5)
+
+
+def taken_over(runs: dict[str, Path]) -> list[dict[str, Any]]:
+    """The first of such events on any disk."""
+    until, found = time.time() + GONE_SECONDS, list[dict[str, Any]]()
+    while not found:
+        found = [event for run in runs.values() if (run / "events.jsonl").exists() for event in events(run, "takeover")]
+        assert time.time() < until
+        time.sleep(0.2)
+    return found
+
+
+def test_a_side_without_a_majority_stops(four: dict[str, Host], tmp_path: Path) -> None:
+    path, runs = apart_config(tmp_path, four["a"].ssh_config), apart(tmp_path, four)
+    process = four["a"].start(*TRAIN, path)
+    wait_for(runs["a"], "step", 5, process)
+    for name in "ab":
+        four[name].die()
+    process.communicate(timeout=60)
+    others = [four[name] for name in "cd"]
+    try:
+        until = time.time() + GONE_SECONDS
+        while any(host.processes("drumline.") for host in others):
+            assert time.time() < until
+            time.sleep(0.5)
+    finally:
+        unmount(tmp_path, others)
+    for name in "cd":
+        assert not (runs[name] / "events.jsonl").exists()
+        said = (runs[name] / "logs" / f"launcher-{name}.log").read_text()
+        assert "fewer than a majority of the 4 hosts that took part last are here" in said
