@@ -108,7 +108,8 @@ def follow(run: Path, on_event: Emit) -> int:
     if (job := queue.queued_job(run)) is not None:
         return queue.follow(run, job, on_event, start)
     nodes = read_object(run / "plan.json", UserError, "name the folder of a run").get("config", {}).get("launch", {}).get("nodes")
-    until, patience = 0.0, TAKEOVER_SECONDS if isinstance(nodes, dict) else 0.0
+    patience = TAKEOVER_SECONDS if isinstance(nodes, dict) else 0.0
+    until = time.monotonic() + patience
     with LauncherSignals() as signals, tail(path, on_event, start):
         while not signals.number and (holder := lease.holders([run]).get(run)) is not None and (holder.alive or time.monotonic() < until):
             until = time.monotonic() + patience if holder.alive else until

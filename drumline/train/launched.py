@@ -26,6 +26,7 @@ from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.launchers.environment import launched_by
 from drumline.launchers.lease import Lease, has_lease
 from drumline.launchers.local import newest_or
+from drumline.launchers.ssh.spec import SSHLauncher
 from drumline.report.bars import aside, notes
 from drumline.report.progress import Progress
 from drumline.train.entry import run
@@ -153,7 +154,11 @@ def _require_shared(plan: Plan, ranks: Ranks) -> None:
 
 
 def _require_as_launched(request: Request, ranks: Ranks) -> None:
-    nproc, of_host = request.loaded.config.launch.nproc, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    launch, of_host = request.loaded.config.launch, int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    nproc = launch.nproc
+    if isinstance(launch, SSHLauncher) and launch.nodes is not None:
+        what = f"{launched_by()} has started the ranks, so hosts cannot come and go"
+        raise EnvironmentFault(what, where="launch.nodes", fix="leave launch.nodes out, or start the run by drumline train")
     # accelerate's own flags go before its file, too: a number that another tool's file has is only what it was last started with.
     if nproc not in (None, ranks.world_size, of_host) and not request.loaded.old:
         what = f"launch.nproc is {nproc}, but {launched_by()} has started {ranks.world_size} processes"

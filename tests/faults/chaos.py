@@ -181,12 +181,24 @@ class Chaos:
         agents = [psutil.Process(pid).ppid() for pid in ranks]
         self._kill(self.world.launcher(self.process))
         self.process.wait()
+        if self.world.elastic:
+            self._ended(list(ranks), "ranks outlived their launcher")
+            self._taken_over()
         self._ended([*ranks, *agents], "ranks or agents outlived their launcher")
         assert gone(str(self.run), ORPHAN_SECONDS), "processes outlived their launcher"
         self._require_whole()
         self.launches.append(time.time())
         self.process = self._start("--resume")
         return "launcher"
+
+    def _taken_over(self) -> None:
+        """Another host goes on with the run; then it is stopped there, to be launched from the first host again."""
+        self.process = self.world.start("follow", self.run)
+        self._await(lambda: bool(self.log.of("takeover", self.began)), "another host's launcher")
+        taken = self.log.of("takeover", self.began)[0]["t"]
+        self._await(lambda: bool(self.log.of("step", taken)), "a step by another host's launcher", BACK_SECONDS)
+        assert self.world.start("stop", self.run).wait(120) == 0, self._said()
+        assert self.process.wait(120) == 75, self._said()
 
     def _link(self) -> str:
         """For less than a host may be silent, or for longer."""

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from drumline.core.load import Request, load_values
+from drumline.dist.start import Ranks
 from drumline.errors import EnvironmentFault
 from drumline.launchers.hosts.coordinator import Remote
 from drumline.launchers.hosts.elastic import ElasticHosts
@@ -184,6 +186,18 @@ def test_a_host_that_comes_and_differs_is_sent_away(elastic: ElasticHosts, capsy
     assert elastic.counts == {"a": 2} and elastic.remotes["b"].link is None
     assert "note: goes on without it: host b has torch 9.9" in capsys.readouterr().err
     assert isinstance(elastic.remotes["b"], Remote) and elastic._refused == {"b"}
+
+
+def test_under_torchrun_hosts_do_not_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    from drumline.train.launched import _require_as_launched
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    launch = {"kind": "ssh", "hosts": ["a", "b"], "nodes": {"min": 1}}
+    loaded = load_values({"data": {"train": [{"kind": "digits"}]}, "launch": launch}, [])
+    with pytest.raises(EnvironmentFault, match=r"launch\.nodes: torchrun has started the ranks"):
+        _require_as_launched(Request(loaded), Ranks(0, 0, 1))
 
 
 def test_another_number_of_ranks_takes_the_same_steps(tmp_path: Path) -> None:

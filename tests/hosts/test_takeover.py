@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,10 @@ def test_the_launcher_s_host_dies_and_comes_back(four: dict[str, Host], tmp_path
     await_sshd(four["a"])
     again = wait_for(run, "save", 0, after=time.time())
     assert wait_for(run, "run_start", 0, after=again["t"])["world_size"] == 4
+    hexes = r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])"  # the secret of the agents, which the new launcher has, too
+    for host in four.values():
+        assert not re.search(hexes, host.run("sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null || true"))
+    assert not [path for path in (*run.glob("run.lock*"), *run.glob("logs/*.log")) if re.search(hexes, path.read_text())]
     (tmp_path / "slow").unlink()
     wait_for_end(list(four.values()), run)
     assert len(events(run, "takeover")) == 1

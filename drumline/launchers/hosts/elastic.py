@@ -126,7 +126,7 @@ class ElasticHosts(Hosts):
             if signals.number:
                 raise Interrupted(signals.number)
             if time.monotonic() > until:
-                self._leave_to_others()
+                self._abdicate()
                 raise EnvironmentFault(f"{len(there)} of at least {self.least} hosts are there", where="launch.nodes")
             time.sleep(LOOK_SECONDS)
         self._refuse([name for name in there if name not in self._same()])
@@ -171,7 +171,7 @@ class ElasticHosts(Hosts):
             what = f"this side has {here} of the {len(self.members)} hosts that took part: fewer than half, so it ends"
             raise DrumlineError(what, where="launch.nodes", fix="the other side goes on if it has a majority; else go on with --resume")
 
-    def _leave_to_others(self) -> None:
+    def _abdicate(self) -> None:
         """End on the spot where this side is the smaller one, with the lease as of a dead process: the other side may follow."""
         if self.shared and 2 * len(set(self.members) & set(self.there())) < len(self.members):
             print(f"error: {len(self.there())} of {len(self.members)} hosts are there: left to the others", file=sys.stderr, flush=True)

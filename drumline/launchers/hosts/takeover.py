@@ -24,6 +24,7 @@ from drumline.launchers.hosts.vote import ASK_SECONDS, FREE_SECONDS, Place, Vote
 LAUNCHER = "drumline.train.successor"
 FIND_SECONDS = 60.0  # for another launcher to be there; with the lease twice as long, as a launcher without hosts waits a minute
 LOOK_SECONDS = 1.0
+ENDED_LOOKS = 5  # a lease is not there for a moment when another host takes it
 TURN_SECONDS = 2.0  # between the first trials of two hosts, so that one usually wins
 
 
@@ -35,6 +36,7 @@ class Heir:
         self.known: Message = {}  # what the launcher has all hosts know; nothing before the first attempt
         self.own, self._folder = False, ExitStack()
         self._launcher: Helper | None = None
+        self._lost = 0  # looks at a lease that is another, or none
 
     def claim(self, run_dir: Path) -> str:
         """Take the run folder of this host's own disk; why that cannot be, if so."""
@@ -66,7 +68,7 @@ class Heir:
         """The launcher that goes on; None where there is none in time."""
         until = time.monotonic() + FIND_SECONDS * (1 + self.known["shared"])
         turn = time.monotonic() + TURN_SECONDS * self._place_in_line() + (0 if self.known["shared"] else FREE_SECONDS)
-        while time.monotonic() < until:
+        while time.monotonic() < until and not self._ended():
             time.sleep(LOOK_SECONDS)
             with suppress(OSError, EnvironmentFault):
                 place = self._launcher_place()
@@ -83,6 +85,14 @@ class Heir:
     def _place_in_line(self) -> int:
         line = [name for name in self.known["members"] if name != self.known["host"]]
         return line.index(self.settings["name"]) if self.settings["name"] in line else len(line)
+
+    def _ended(self) -> bool:
+        """The lease was given back, or somebody has it who starts agents: nobody else follows."""
+        with suppress(OSError, EnvironmentFault):
+            run_dir = Path(self.known["run_dir"])
+            lost = self.known["shared"] and lease.token_of(run_dir) != self.known["token"] and lease.place_of(run_dir) is None
+            self._lost = self._lost + 1 if lost else 0
+        return self._lost > ENDED_LOOKS
 
     def _launcher_place(self) -> Place | None:
         """Where a launcher listens, if one does. Raises OSError for a folder that does not answer."""

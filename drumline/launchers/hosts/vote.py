@@ -93,7 +93,7 @@ class Voter:
 
     def _ask(self, question: Message) -> dict[str, Message]:
         """Other host of the list → its answer, of those that give one."""
-        others = [(name, place) for name, place in self.members.items() if name != self.name]
+        rest = [(name, place) for name, place in self.members.items() if name != self.name]
 
         def ask(place: Place) -> Message | None:
             try:
@@ -105,9 +105,9 @@ class Voter:
             link.close()
             return found
 
-        with ThreadPoolExecutor(min(MOST_AT_ONCE, len(others)) or 1) as pool:
-            answers = pool.map(ask, [place for _, place in others])
-        return {name: each for (name, _), each in zip(others, answers, strict=True) if each is not None}
+        with ThreadPoolExecutor(min(MOST_AT_ONCE, len(rest)) or 1) as pool:
+            answers = pool.map(ask, [place for _, place in rest])
+        return {name: each for (name, _), each in zip(rest, answers, strict=True) if each is not None}
 
     def _accept(self) -> None:
         while True:
