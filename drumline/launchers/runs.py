@@ -82,7 +82,7 @@ def _name(run: Path, holder: lease.Holder | None, events: list[Event]) -> str:
 def print_logs(run: Path, rank: int | None) -> None:
     """Print what the ranks of the newest attempt have printed, or one of them: standard output, then standard error. Raises UserError."""
     require_run(run)
-    attempts = {int(found[1]): path for path in (run / "logs").glob("attempt-*") if (found := ATTEMPT.fullmatch(path.name))}
+    attempts = {int(match[1]): path for path in (run / "logs").glob("attempt-*") if (match := ATTEMPT.fullmatch(path.name))}
     files = sorted(attempts[max(attempts)].glob("rank-*.*"), key=_order) if attempts else []
     found = [path for path in files if path.suffix in (".out", ".log") and path.is_file() and rank in (None, _order(path)[0])]
     if not found:
