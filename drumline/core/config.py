@@ -15,8 +15,9 @@ from drumline.core.data import DataConfig
 from drumline.core.heartbeat import LIMITS
 from drumline.core.launcher import Launcher, LauncherSpec
 from drumline.core.model import Head, ModelConfig
+from drumline.core.optimizer import OptimizerConfig
 from drumline.core.registry import Named, find, make
-from drumline.core.section import KIND_ALONE, MOST_SAMPLES, MOST_SEED, MOST_STEPS, Count, PathText, Ranks, Rate, Seconds, Section, Steps
+from drumline.core.section import KIND_ALONE, MOST_SAMPLES, MOST_SEED, MOST_STEPS, Count, PathText, Rate, Seconds, Section, Steps
 from drumline.core.strategy import Strategy, StrategySpec
 from drumline.core.urls import LocalPath, UrlText
 
@@ -58,27 +59,6 @@ class BatchConfig(Section):
         if self.global_samples is not None and self.global_tokens is not None:
             raise ValueError("give global_samples or global_tokens, not both")
         return self
-
-
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class OptimizerConfig(Section):
-    kind: Literal["adamw", "sgd"] = Field("adamw", description="AdamW (Loshchilov & Hutter 2019) or SGD with momentum.")
-    lr: float = Field(2e-5, gt=0, le=1000, description="Peak learning rate, before lr_scaling.")
-    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="linear: lr × ratio; sqrt: lr × √ratio; lr_base_devices or lr_base_samples gives the ratio."
-    )
-    lr_base_devices: Ranks = Field(1, description="lr was chosen for this many data-parallel devices: ratio = devices / this.")
-    lr_base_samples: Count | None = Field(
-        None, description="lr was chosen for a global batch of this many samples: ratio = global samples / this. Overrides lr_base_devices."
-    )
-    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's decay rates of the two moments.")
-    eps: float = Field(1e-8, gt=0, le=1, description="AdamW's epsilon.")
-    momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum.")
-    weight_decay: float = Field(0.0, ge=0, le=1000, description="Applies to matrices only, not to biases and norms.")
-    max_grad_norm: float | None = Field(1.0, gt=0, le=10**12, description="Clip gradients to this global L2 norm; null: never.")
-    fused: bool = Field(True, description="Use torch's fused optimizer kernel where there is one.")
 
 
 class ScheduleConfig(Section):

@@ -7,10 +7,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from drumline.core.estimate import Activations, Traffic
-from drumline.core.facts import ModelFacts, Part, Sizes, Weight, largest_block, rank_params, weights_of
+from drumline.core.facts import ModelFacts, Part, Sizes, Weight, largest_block, part, rank_params, weights_in, weights_of
 from drumline.core.rule import quantizes
 from drumline.hardware.cluster import Collective
 
@@ -143,26 +144,30 @@ def kind_of(layout: Layout) -> Kind:
     return "low" if low else "autocast"
 
 
-def slots(options: OptimizerConfig) -> int:
-    """Tensors that the optimizer keeps of a weight, in its shape and fp32."""
-    return 2 if options.kind == "adamw" else 1 if options.momentum else 0
+@lru_cache(maxsize=4096)
+def moments(facts: ModelFacts, mine: Part, tp: int, shards: int, options: OptimizerConfig) -> int:
+    """Bytes of the optimizer's states of a part of the model that is cut into tp × shards parts."""
+    return sum(n * options.bytes_of(weight, part(weight, tp, shards)) for weight, n in weights_in(facts, mine) if weight.trainable)
 
 
 def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
-    """The rank's weights, and fp32 gradients and moments of the trainable ones; moments are shaped like the weights."""
-    has = rank_params(facts, mine, layout.mesh.tp, layout.strategy.shards(layout.mesh))
+    """The rank's weights, and fp32 gradients and moments of the trainable ones."""
+    tp, shards = layout.mesh.tp, layout.strategy.shards(layout.mesh)
+    has = rank_params(facts, mine, tp, shards)
     # Weights are fp32, except frozen ones (models.freeze.keep_low) and those that QLoRA packs.
     packed = has.linear if quantizes(layout.config) else 0
     low, bits = has.low - packed, PACKED[getattr(layout.config.adapter, "quantize", "none")]
     weights = FULL * (has.entries - packed - low) + WIDTH[layout.precision] * low + math.ceil(packed * bits / 8)
-    kept = (FULL * slots(layout.config.optimizer) + layout.strategy.outer_bytes()) * has.trainable
+    kept = moments(facts, mine, tp, shards, layout.config.optimizer) + layout.strategy.outer_bytes() * has.trainable
     state = weights, FULL * has.trainable, kept
     return State(0, 0, 0, *state) if layout.strategy.offloads()[0] == "cpu" else State(*state)
 
 
 def stepping(layout: Layout, here: Sizes, sharded: bool) -> float:
-    """Bytes of a step that is not fused, over trainable fp32 weights: on a GPU all at once (foreach), on a CPU one by one."""
+    """Bytes of a step that is not fused, over trainable fp32 weights: one by one, but torch's own on a GPU all at once (foreach)."""
     options = layout.config.optimizer
+    if options.kind not in ("adamw", "sgd"):
+        return FULL * options.does.copies * here.largest
     if options.fused and (options.kind == "adamw" or not sharded):
         return 0.0
     copies = 1 if options.kind == "adamw" or options.weight_decay else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -261,6 +261,12 @@ def largest_block(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -
     """The entries of its largest block; none where it has no block."""
     blocks = (sizes(facts.block_weights[block], tp, shards) for block in _kinds(facts, mine))
     return max(blocks, key=lambda size: size.entries, default=Sizes())
+
+
+def weights_in(facts: ModelFacts, mine: Part) -> Iterator[tuple[Weight, int]]:
+    """The weights of a part of the model, with the number of equal ones."""
+    yield from ((weight, number) for block, number in _kinds(facts, mine).items() for weight in facts.block_weights[block])
+    yield from ((weight, 1) for weight in end_weights(facts, mine))
 
 
 def _kinds(facts: ModelFacts, mine: Part) -> dict[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from drumline.core import optimizer
 from drumline.core.batch import nearest
 from drumline.core.copies import copied_over
 from drumline.core.facts import TP_STYLES
@@ -22,7 +23,7 @@ NO_PACKS = Refusal("packing × the model", "", "set data.packing: false for this
 
 def check_rules(case: Case) -> None:
     """Raises PlanError by the first rule that refuses: those for all strategies, then the strategy's own."""
-    common = (_images, _adapters, _model, _batch_norm, _tensor_parallel, _context_parallel, _zero_bubble, _health)
+    common = (_images, _adapters, _model, _batch_norm, _tensor_parallel, _context_parallel, _zero_bubble, _health, optimizer.refusals)
     for rules in (*common, case.strategy.refusals):
         for refusal in rules(case):
             raise refusal.error()

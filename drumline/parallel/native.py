@@ -26,7 +26,7 @@ from drumline.parallel.context_parallel import apply_context_parallel
 from drumline.parallel.data_parallel import BucketedAllReduce, Replicated, Sharded, Spread, Unreplicated
 from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, total
 from drumline.parallel.norms import LossScale, global_norm, local
-from drumline.parallel.optimizer import MakeOptimizer, build_optimizer, optimizer_tensors
+from drumline.parallel.optimizer import MakeOptimizer, build_optimizer, load_quantised, optimizer_tensors, set_rate, take_step
 from drumline.parallel.tensor_parallel import apply_tp
 from drumline.parallel.transforms import (
     agree_on_statistics,
@@ -259,11 +259,11 @@ class NativeEngine(ForwardEngine):
                 # As torch.nn.utils.clip_grad_norm_ does it, but by one number: plain and sharded gradients are scaled alike.
                 factor = (self.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
                 foreach_mul_(gradients, factor.to(gradients[0]))
-            for group in self.optimizer.param_groups if lr is not None else ():
-                group["lr"] = lr
+            if lr is not None:
+                set_rate(self.optimizer, lr)
             if self.masks:
                 self.optimizer.found_inf = (~finite).float()
-            self.optimizer.step()
+            take_step(self.optimizer)
             self.loss_scale.good()
         else:
             self.loss_scale.overflow()
@@ -280,7 +280,8 @@ class NativeEngine(ForwardEngine):
         return {"scaler": self.loss_scale.state()}
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        # The tensors are the engine's own, and filled.
+        # The tensors are the engine's own, and filled; but for quantised moments, whose copies they are.
+        load_quantised(self.optimizer, self.named, tensors)
         self.loss_scale.load(state.get("scaler", {}))
         if isinstance(self.spread, Replicated) and self.spread.compressor:
             self.spread.compressor.step = state["step"]

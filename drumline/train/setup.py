@@ -58,6 +58,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         Store(config.checkpoint.url)
     check_installed(config.run.report_to, base.absolute())
     find_callbacks(config.run.callbacks, base.absolute())
+    config.optimizer.require()
     if config.plain:
         return own_plan(request, dry_run, on_progress)
     if config.adapter.kind == "lora":

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from drumline.core.cost import FULL, LOW, WIDTH, Buffers, State, kind_of, slots
+from drumline.core.cost import FULL, LOW, WIDTH, Buffers, State, kind_of
 from drumline.core.estimate import PROCESS, Activations, HostMemory, Memory
 from drumline.core.facts import ModelFacts, Part, end_weights, ends, part, part_of, rank_params
 from drumline.core.plan import Layout
@@ -249,7 +249,7 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
     state = state_of(layout, facts, stage_of(layout, facts, 0))
     own = layout.strategy.host(layout, facts, state.device if layout.device == "cpu" else state.host)
     weights = FULL * facts.parameters
-    kept = (FULL * (1 + slots(layout.config.optimizer)) + layout.strategy.outer_bytes()) * facts.trainable
+    kept = (FULL * (1 + layout.config.optimizer.slots) + layout.strategy.outer_bytes()) * facts.trainable
     saved = own.copies * -(-kept // layout.mesh.world_size)
     return HostMemory(
         load=ranks * (own.load + PROCESS) + min(WINDOW, weights),

@@ -38,9 +38,6 @@ CONTENTION = 1.2  # docs/planning.md, "Constants": 1.1 to 1.3
 STARTS = {"fp32": (0.60e-3, 0.54e-3), "bf16": (0.95e-3, 0.92e-3), "fp16": (0.95e-3, 0.92e-3)}
 # A host of eight channels of DDR4-3200 (AMD EPYC 7003 datasheet), which its ranks share.
 HOST_BANDWIDTH = 204.8e9
-# Bytes that a step moves for each parameter. One kernel: AdamW reads weight, gradient and both moments and writes three; SGD with momentum
-# reads three and writes two. Not fused, as counted in torch's _multi_tensor_adamw: 18 passes.
-FUSED, UNFUSED = {"adamw": 28, "sgd": 20}, {"adamw": 72, "sgd": 32}
 CLIPPED = 4 + 8  # the norm reads gradients, clipping reads and writes them
 
 
@@ -151,7 +148,7 @@ def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) ->
     options, mesh, strategy = layout.config.optimizer, layout.mesh, layout.strategy
     # Parameters that a rank updates, of all trainable models.
     trainable = sum(model.trainable for _, model in layout.trainable(facts)) / (mesh.tp * mesh.pp * strategy.shards(mesh))
-    moved = trainable * ((FUSED if options.fused else UNFUSED)[options.kind] + CLIPPED)
+    moved = trainable * (options.does.moved[not options.fused] + CLIPPED)
     place, on_host = strategy.offloads()[0], min(cluster.per_node, mesh.world_size)  # ranks that share its memory and its drive
     if layout.device == "cpu" or place == "none":
         step = moved / (cluster.calibration.memory or cluster.device.bandwidth)

@@ -106,7 +106,7 @@ def _runs(found: Candidate) -> list[Line]:
 def _memory(question: Question, found: Candidate) -> list[Line]:
     memory, facts, layout = found.estimate.memory, question.facts, found.layout
     copy = MASTER if layout.engine == "deepspeed" and layout.precision != "fp32" else 0
-    moments = (8 if layout.config.optimizer.kind == "adamw" else 4) + copy
+    moments = 4 * layout.config.optimizer.slots + copy
     tokens = layout.rows * layout.length
     rows = f"{layout.rows} row{'s' * (layout.rows != 1)} × {layout.length:,} tokens"
     each = memory.activations / max(1, tokens * facts.layers * facts.hidden)

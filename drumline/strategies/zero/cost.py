@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-from drumline.core.cost import FULL, LOW, WIDTH, Beside, Buffers, Copied, Host, State, Volume, slots
+from drumline.core.cost import FULL, LOW, WIDTH, Beside, Buffers, Copied, Host, State, Volume
 from drumline.core.estimate import Activations
 from drumline.core.facts import ModelFacts, Part, ends, largest_block, part_of, weights_of
 from drumline.core.mesh import Mesh
@@ -73,7 +73,7 @@ class ZeroCosts(StrategySpec):
         """Gradients: as they lie at the end of the last backward of a step. Weights have fp32 masters besides them in fp32, too."""
         ranks, stage = layout.mesh.world_size, self.stage
         cut, low = flattened(facts, ranks), layout.precision != "fp32"
-        width, kept = WIDTH[layout.precision], slots(layout.config.optimizer)
+        width, kept = WIDTH[layout.precision], layout.config.optimizer.slots
         optimizer, parameters = self.offloads()
         if stage == 3:
             weights = width * (cut.pieces + cut.frozen_pieces)
