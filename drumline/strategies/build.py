@@ -55,7 +55,7 @@ def build_engine(plan: Plan, device: str, checkpoint_keys: frozenset[str] = froz
     trainable = {name: chosen for name, chosen in plan.roles.items() if chosen.trainable}
     names = dict.fromkeys(checkpoint_keys)
     policy = _trained(plan, device, frozenset(of_role(names, POLICY)), plan.config.head)
-    if plan.mesh.pp == 1 and (pattern := lacking(plan.config.optimizer, [*policy.named])):  # a stage has some of the names
+    if plan.mesh.pp == 1 and (pattern := lacking(plan.config.optimizer, [*cast(Any, policy).named])):  # a stage has some of the names
         fix = "name parameters as model.named_parameters() has them, * for any part"
         raise PlanError(f"no trainable parameter matches {pattern}", where="optimizer.groups", fix=fix)
     if not trainable:

@@ -82,7 +82,7 @@ def slug(*names: str) -> str:
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     mine = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)]
-    asked = [item.callspec.params for item in mine if hasattr(item, "callspec")]
+    asked: list[dict[str, Any]] = [item.callspec.params for item in mine if hasattr(item, "callspec")]
     moves = [(p["kind"], p["a"], p["b"]) for p in asked if "a" in p]
     whole = [(p["kind"], name) for p in asked for name in (p.get("name", p.get("a")), "single")]
     root = tmp_path_factory.mktemp("optimizers")
