@@ -1,12 +1,12 @@
 """What an exchange over a slow link costs: two hosts joined by 100 Mb/s and 50 ms each way train with DiLoCo, and without any exchange.
 
-    python benchmarks/slow_links.py [--modes streamed peers] [--steps 30] [--seconds 20] [--smoke] [--out FILE]
+    python benchmarks/slow_links.py [--modes streamed peers] [--steps 60] [--seconds 5] [--smoke] [--out FILE]
 
 Hosts are network namespaces of one machine (tests/hosts), one process each, SmolLM2-135M in fp32, 256 tokens a step and host. `streamed`:
 both are ranks of one run, whose fragments are used 5 steps after they were sent. `peers`: each is a run of its own. `alone`: the same two
-processes without the other. A mode and `alone` take turns of `--seconds` each (the others are stopped meanwhile), so that both see
-the same machine. The figure is the steps a second of the mode over those of `alone`, after the first 5 steps; and of processor seconds a
-step the same. Needs root.
+processes without the other. A mode and `alone` take turns of `--seconds` each (the other is stopped meanwhile), so that both see the
+same machine. The figure is the steps a second of the mode over those of `alone`, after the first 5 steps: in all, in four stretches of
+the first host (how far they lie apart is the noise of the machine), and by processor seconds. Needs root.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import common
 
-PORT, WARM = 29600, 5
+PORT, WARM, BLOCKS = 29600, 5, 4
 DILOCO: dict[str, Any] = {"kind": "diloco", "period": 50, "fragments": 10, "bits": 8, "delay": 5}
 ENDS_SECONDS = 10.0
 
@@ -35,8 +35,8 @@ ENDS_SECONDS = 10.0
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--modes", nargs="+", choices=("streamed", "peers"), default=["streamed", "peers"])
-    parser.add_argument("--steps", type=int, default=30, help="counted steps; a fragment is sent every fifth")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of a turn")
+    parser.add_argument("--steps", type=int, default=60, help="counted steps; a fragment is sent every fifth")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a turn")
     parser.add_argument("--tokens", type=int, default=256, help="of a step and host")
     parser.add_argument("--period", type=int, default=50)
     options = common.parse(parser, steps=10, seconds=1.0, tokens=32, modes=["peers"])
@@ -67,7 +67,9 @@ def compare(options: argparse.Namespace, work: Path, mode: str) -> dict[str, Any
                 group.turn(options.seconds)
         rates = {name: [rate(host) for host in group.figures()] for name, group in groups.items()}
         figures = {name: {key: statistics.mean(row[key] for row in rows) for key in rows[0]} for name, rows in rates.items()}
+        some = [[rate(rows)["steps_a_second"] for rows in cut(group.figures()[0], BLOCKS)] for group in (groups[mode], groups["alone"])]
         return {
+            "of_alone_by_block": [one / other for one, other in zip(*some, strict=True)],
             "of_alone": {key: value / figures["alone"][key] for key, value in figures[mode].items() if figures["alone"][key]},
             **figures,
             "link": "netem" if has_netem(made["a"]) else "tbf and a relay over TUN devices",
@@ -152,6 +154,12 @@ def rate(rows: list[tuple[float, float]]) -> dict[str, float]:
     turn; 0: all steps were in one."""
     steps, seconds, used = len(rows) - 1, rows[-1][0] - rows[0][0], rows[-1][1] - rows[0][1]
     return {"steps_a_second": steps / seconds, "steps_a_processor_second": steps / used if used else 0.0}
+
+
+def cut(rows: list[tuple[float, float]], number: int) -> list[list[tuple[float, float]]]:
+    """As many stretches, of which each begins where the one before ends."""
+    each = (len(rows) - 1) // number
+    return [rows[block * each : (block + 1) * each + 1] for block in range(number)]
 
 
 def peers(addresses: tuple[str, str]) -> dict[str, Any]:

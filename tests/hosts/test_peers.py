@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from tests.distributed.ranks import free_port
+from tests.faults.live import wait_for
 from tests.forks import Forked
-from tests.harness import ENV
+from tests.harness import ENV, ROOT, losses, weights, write_config
+from tests.tiny import tiny_model_dir
 
 SECONDS = 60.0
 
@@ -114,3 +116,44 @@ def test_a_host_without_the_secret_is_not_heard(three: Hosts) -> None:
     three.start(2, secret="flute")
     three.wait(2, of(1))
     assert not any(len(found["hosts"]) > 1 for found in three.rounds(1) + three.rounds(2))
+
+
+@pytest.mark.full
+def test_the_command_trains_to_its_end_is_killed_and_comes_back(tmp_path: Path) -> None:
+    """As the page says it: one config, a seed for each host."""
+    peers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    strategy = {"kind": "diloco", "period": 6, "fragments": 3, "bits": 8, "delay": 2, "peers": peers, "secret": "${env:PEERS_SECRET}"}
+    path = write_config(
+        tmp_path,
+        tiny_model_dir(tmp_path / "model"),
+        rows=60,
+        data={"packing": False},
+        launch={"nproc": 1},
+        strategy=strategy,
+        run={"steps": 150, "callbacks": [f"{ROOT}/tests/hosts/pace.py:Pace"]},
+        checkpoint={"every": 10},
+        optimizer={"lr": 1e-3},
+        eval={"every": 40},
+    )
+
+    def start(seed: int, *more: str) -> Forked:
+        arguments = ["train", path, f"run.seed={seed}", f"run.dir={tmp_path / str(seed)}", *more]
+        return Forked("drumline", *arguments, env={**ENV, "PEERS_SECRET": "drum"})
+
+    (tmp_path / "slow").touch()
+    one, other = start(1), start(2)
+    wait_for(tmp_path / "1", "step", 30, one)
+    wait_for(tmp_path / "2", "step", 30, other)
+    other.send_signal(signal.SIGKILL)
+    other.wait(20)
+    back = start(2, "--resume")
+    wait_for(tmp_path / "2", "restore", 1, back)
+    (tmp_path / "slow").unlink()
+    for process in (one, back):
+        code, said = process.told(120)
+        assert code == 0 and "Traceback" not in said, said
+    for seed in ("1", "2"):
+        assert any("on the mean of " + ", ".join(peers) in log.read_text() for log in (tmp_path / seed).rglob("*.log")), seed
+    assert max(losses(tmp_path / "2")) == 150
+    assert {"model", "optim", "outer"} == {name.split(".")[0] for name in weights(tmp_path / "1")}
+    assert "PEERS_SECRET" in path.read_text() and "drum" not in (tmp_path / "1" / "plan.json").read_text().replace("drumline", "")
