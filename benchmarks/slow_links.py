@@ -5,8 +5,8 @@
 Hosts are network namespaces of one machine (tests/hosts), one process each, SmolLM2-135M in fp32, 256 tokens a step and host. `streamed`:
 both are ranks of one run, whose fragments are used 5 steps after they were sent. `peers`: each is a run of its own. `alone`: the same two
 processes without the other. A mode and `alone` take turns of `--seconds` each (the other is stopped meanwhile), so that both see the
-same machine. The figure is the steps a second of the mode over those of `alone`, after the first 5 steps: in all, in four stretches of
-the first host (how far they lie apart is the noise of the machine), and by processor seconds. Needs root.
+same machine; counted are turns after the fifth step of all. The figure is the steps a second of the mode over those of `alone`: in all, in
+four stretches of the first host (how far they lie apart is the noise of the machine), and by processor seconds. Needs root.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -62,14 +62,17 @@ def compare(options: argparse.Namespace, work: Path, mode: str) -> dict[str, Any
         groups = {name: Group(options, work / f"{mode}-{name}", name, list(made.values()), addresses) for name in (mode, "alone")}
         for group in groups.values():
             stack.callback(group.end)
-        while any(group.short() for group in groups.values()):
+        while min(len(rows) for group in groups.values() for rows in group.counted()) <= options.steps:
             for group in groups.values():
                 group.turn(options.seconds)
-        rates = {name: [rate(host) for host in group.figures()] for name, group in groups.items()}
+            if min(len(rows) for group in groups.values() for rows in group.rows) < WARM:
+                for group in groups.values():
+                    group.first = group.turns  # what all do at the same time is counted
+        rates = {name: [rate(host) for host in group.counted()] for name, group in groups.items()}
         figures = {name: {key: statistics.mean(row[key] for row in rows) for key in rows[0]} for name, rows in rates.items()}
-        some = [[rate(rows)["steps_a_second"] for rows in cut(group.figures()[0], BLOCKS)] for group in (groups[mode], groups["alone"])]
+        by_stretch = zip(stretches(groups[mode]), stretches(groups["alone"]), strict=True)
         return {
-            "of_alone_by_block": [one / other for one, other in zip(*some, strict=True)],
+            "of_alone_by_stretch": [one / other for one, other in by_stretch if other],
             "of_alone": {key: value / figures["alone"][key] for key, value in figures[mode].items() if figures["alone"][key]},
             **figures,
             "link": "netem" if has_netem(made["a"]) else "tbf and a relay over TUN devices",
@@ -77,18 +80,27 @@ def compare(options: argparse.Namespace, work: Path, mode: str) -> dict[str, Any
         }
 
 
+class Row(NamedTuple):
+    """When a step ended. `seconds` that its group has run; `used`: processor seconds of both hosts, read at the end of the turn."""
+
+    seconds: float
+    used: float
+    turn: int
+
+
 class Group:
     """Two processes that train, or are stopped."""
 
     def __init__(self, options: argparse.Namespace, work: Path, mode: str, hosts: list[Any], addresses: tuple[str, str]) -> None:
         work.mkdir()
-        self.last, self.rows, self.active = WARM + options.steps, [list[tuple[float, float]](), list[tuple[float, float]]()], 0.0
+        self.active, self.turns, self.first = 0.0, 0, 0
         together = mode == "streamed"
         strategies: dict[str, Any] = {"alone": "single", "streamed": DILOCO, "peers": peers(addresses)}
         strategy = strategies[mode] if mode == "alone" else {**strategies[mode], "period": options.period}
         number = 1 if together else 2
         plans = [plan(options, work, strategy, seed, world=2 if together else 1) for seed in range(number)]
         self.runs = [path.parent for path in plans]
+        self.rows = [list[Row]() for _ in plans]
         self.processes = []
         for rank, host in enumerate(hosts):
             world = {
@@ -119,11 +131,11 @@ class Group:
         self.signal(signal.SIGCONT)
         time.sleep(seconds)
         self.signal(signal.SIGSTOP)
-        for run, rows in zip(self.runs, self.rows, strict=False):
+        for run, rows in zip(self.runs, self.rows, strict=True):
             steps = [event for event in read(run / "events.jsonl") if isinstance(event, Step)] if (run / "events.jsonl").exists() else []
             for event in steps[len(rows) :]:
-                rows.append((self.active + event.t - began, self.used()))
-        self.active += time.time() - began
+                rows.append(Row(self.active + event.t - began, self.used(), self.turns))
+        self.active, self.turns = self.active + time.time() - began, self.turns + 1
         for process in self.processes:
             if process.poll() not in (None, 0):
                 logs = "".join(log.read_text()[-2000:] for log in self.runs[0].parent.glob("host-*.log"))
@@ -137,11 +149,9 @@ class Group:
             sum(p.cpu_times()[:2]) for main in self.processes for p in (psutil.Process(main.pid), *psutil.Process(main.pid).children())
         )
 
-    def short(self) -> bool:
-        return any(len(rows) < self.last for rows in self.rows[: len(self.runs)])
-
-    def figures(self) -> list[list[tuple[float, float]]]:
-        return [rows[WARM - 1 : self.last] for rows in self.rows[: len(self.runs)]]
+    def counted(self) -> list[list[Row]]:
+        """By run."""
+        return [[row for row in rows if row.turn >= self.first] for rows in self.rows]
 
     def end(self) -> None:
         self.signal(signal.SIGKILL)
@@ -149,17 +159,17 @@ class Group:
             process.wait(ENDS_SECONDS)
 
 
-def rate(rows: list[tuple[float, float]]) -> dict[str, float]:
-    """Of (seconds, processor seconds) after each step: steps a second, and a processor second of both hosts. The latter are read once a
-    turn; 0: all steps were in one."""
-    steps, seconds, used = len(rows) - 1, rows[-1][0] - rows[0][0], rows[-1][1] - rows[0][1]
+def rate(rows: list[Row]) -> dict[str, float]:
+    """Steps a second, and a processor second of both hosts."""
+    steps, seconds, used = len(rows) - 1, rows[-1].seconds - rows[0].seconds, rows[-1].used - rows[0].used
     return {"steps_a_second": steps / seconds, "steps_a_processor_second": steps / used if used else 0.0}
 
 
-def cut(rows: list[tuple[float, float]], number: int) -> list[list[tuple[float, float]]]:
-    """As many stretches, of which each begins where the one before ends."""
-    each = (len(rows) - 1) // number
-    return [rows[block * each : (block + 1) * each + 1] for block in range(number)]
+def stretches(group: Group) -> list[float]:
+    """Steps a second of its first host, by fourths of the counted turns; 0: too few steps."""
+    rows, turns = group.counted()[0], group.turns - group.first
+    parts = [[row for row in rows if (row.turn - group.first) * BLOCKS // turns == block] for block in range(BLOCKS)]
+    return [rate(part)["steps_a_second"] if len(part) > 1 else 0.0 for part in parts]
 
 
 def peers(addresses: tuple[str, str]) -> dict[str, Any]:
