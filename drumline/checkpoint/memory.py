@@ -30,7 +30,6 @@ from drumline.errors import CheckpointError, EnvironmentFault
 
 HOST_MEMORY = Path("/dev/shm")
 NAME, OWNER, PREFIX = "memory.json", "owner", "drumline-"
-COPIES = 2  # the newest one, and the one that is being written
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 
 
@@ -108,13 +107,13 @@ class Memory:
 
 
 def require_room(nbytes: int) -> None:
-    """Raises EnvironmentFault where this host's memory cannot hold checkpoints of that size."""
+    """Raises EnvironmentFault where this host's memory has no room for checkpoints of so many bytes together."""
     if not HOST_MEMORY.is_dir():
         fix = "leave it out; checkpoint.every saves to disk"
         raise EnvironmentFault(f"this system has no {HOST_MEMORY}", where="checkpoint.in_memory_every", fix=fix)
     free = shutil.disk_usage(HOST_MEMORY).free
-    if free < COPIES * nbytes:
-        what = f"two copies of a checkpoint need about {COPIES * nbytes:,} bytes, {HOST_MEMORY} has {free:,} free"
+    if free < nbytes:
+        what = f"two copies of a checkpoint need about {nbytes:,} bytes, {HOST_MEMORY} has {free:,} free"
         fix = "mount it larger (docker run --shm-size=…, mount -o remount,size=…), or leave the key out"
         raise EnvironmentFault(what, where="checkpoint.in_memory_every", fix=fix)
 

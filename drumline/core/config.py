@@ -153,6 +153,11 @@ class CheckpointConfig(Section):
     export_adapter: bool = Field(False, description="With an adapter: export only the adapter, as PEFT's files, not the merged model.")
 
     @property
+    def memory_copies(self) -> int:
+        """Checkpoints that lie in the memory of hosts at once: the newest one, and the one that is being written."""
+        return 0 if self.in_memory_every is None else 2
+
+    @property
     def apart(self) -> bool:
         """Whether hosts may have run folders of their own: what one of them loses lies elsewhere, too."""
         return self.url is not None or self.replicas > 0

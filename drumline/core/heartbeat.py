@@ -77,6 +77,19 @@ def new_board(ranks: int) -> Board | None:
     return None
 
 
+def common_board(name: str, ranks: int) -> tuple[Path, bool]:
+    """The folder of the board of a run of `ranks`, for those of them that share this memory; the first one makes it, and whether this was
+    it. `name`: what they have in common, and nobody else knows. Raises OSError."""
+    folder = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()) / f"drumline-{name}"
+    made = True
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        made = False
+    Board(folder, ranks, create=True)
+    return folder, made
+
+
 class Heart:
     """A rank's own words on the board."""
 

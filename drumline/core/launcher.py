@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from drumline.core.registry import Registered, Spec
 from drumline.core.section import Seconds
@@ -54,6 +54,8 @@ class LauncherSpec(Spec):
     default: ClassVar[str] = "local"
     # Ranks run on other hosts, and whoever starts them there holds the run folder, by its lease.
     elsewhere: ClassVar[bool] = False
+    # Hosts may come and go: `nodes` is {min, max}.
+    elastic: ClassVar[bool] = False
 
     nproc: int | None = Field(None, gt=0, le=4096, description="Processes of each host; null: one per GPU, or 1 without GPUs.")
     max_restarts: int = Field(3, ge=0, le=10**6, description="Restarts after a rank fails; progress resets the count.")
@@ -67,6 +69,13 @@ class LauncherSpec(Spec):
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,63}$",
         description="The network interface between hosts, for gloo and NCCL; null: that of the route to the other hosts.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fixed(cls, values: Any) -> Any:
+        if not cls.elastic and isinstance(values, Mapping) and isinstance(values.get("nodes"), Mapping):
+            raise ValueError("nodes: {min, max} is for launch.kind: ssh: only there hosts may come and go — give their number")
+        return values
 
     def rank_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Where this process is one rank of several already: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. It then joins the

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from drumline.core.munge import SECRET, seal, unseal
 from drumline.core.network import CHOOSE, addresses, interface_of, interface_to, is_loopback
 from drumline.core.process import SECRET_COMES
 from drumline.errors import EnvironmentFault
@@ -68,8 +69,8 @@ def rendezvous() -> dist.Store:
     if not addresses(host):
         fix = "give a name that resolves, or an IP address"
         raise EnvironmentFault(f"the host {host!r} of rank 0 has no address", where="MASTER_ADDR", fix=fix)
-    # Of the launcher's own store: who does not know it finds none of its keys.
-    secret = sys.stdin.readline().strip() if os.environ.pop(SECRET_COMES, "") else ""
+    # Who does not know it finds none of the keys.
+    secret = sys.stdin.readline().strip() if os.environ.pop(SECRET_COMES, "") else os.environ.get(SECRET, "")
     agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listens = ranks.rank == 0 and not agent_has_it
     try:
@@ -87,8 +88,39 @@ def rendezvous() -> dist.Store:
         raise EnvironmentFault(what, where="MASTER_PORT", fix="choose another port") from None
     store = dist.PrefixStore(secret, tcp) if secret else tcp
     # Another's store may have seen starts before this one; one that rank 0 made is new.
-    _store = dist.PrefixStore(f"drumline-{_round(store, ranks) if agent_has_it else 'first'}", store)
+    store = dist.PrefixStore(f"drumline-{_round(store, ranks) if agent_has_it else 'first'}", store)
+    if not agent_has_it:
+        _meet(store, ranks)
+    _store = store if secret or "SLURM_JOB_ID" not in os.environ else _sealed(store, ranks)
     return _store
+
+
+def _sealed(store: dist.Store, ranks: Ranks) -> dist.Store:
+    """The same with a secret that rank 0 draws, and that munge hands to ranks of the same user; without one where rank 0 has no munge.
+    Raises EnvironmentFault where it cannot be opened here."""
+    if ranks.rank == 0:
+        drawn = secrets.token_hex(16)
+        sealed = seal(drawn) or ""
+        store.set("sealed", sealed)
+    else:
+        sealed = _await(store, "sealed", time.monotonic() + CONNECT.total_seconds())
+        drawn = (unseal(sealed) if sealed else None) or ""
+    if sealed and not drawn:
+        what, fix = "munge does not open here what rank 0 has sealed", "run munged on all hosts, in containers too, or on none"
+        raise EnvironmentFault(what, where="rendezvous", fix=fix)
+    return dist.PrefixStore(drawn, store) if sealed else store
+
+
+def _meet(store: dist.Store, ranks: Ranks) -> None:
+    """Rank 0 leaves a sign in the store. Raises EnvironmentFault for a rank that does not find it: it has another secret, or none."""
+    if ranks.rank == 0:
+        store.set("here", "")
+        return
+    try:
+        _await(store, "here", time.monotonic() + ANSWER_SECONDS)
+    except EnvironmentFault:
+        fix = f"set {SECRET} to the same text on all hosts, or on none"
+        raise EnvironmentFault(f"rank 0 has a secret that rank {ranks.rank} does not know", where="rendezvous", fix=fix) from None
 
 
 def _connected(host: str, port: int, world_size: int) -> dist.TCPStore:
@@ -232,3 +264,13 @@ def publish(text: str, name: str = "text") -> None:
 def receive(name: str = "text", seconds: float = A_DAY) -> str:
     """Wait for a text that another rank publishes, by default for a day: it may be preparing data. Raises EnvironmentFault after that."""
     return _await(rendezvous(), name, time.monotonic() + seconds)
+
+
+def drawn(name: str) -> str:
+    """Before `start`: 16 random hexadecimal digits that all ranks have in common."""
+    ranks, mine = Ranks.from_environment(), secrets.token_hex(8)
+    if ranks.world_size > 1 and ranks.rank > 0:
+        return receive(name, CONNECT.total_seconds())
+    if ranks.world_size > 1:
+        publish(mine, name)
+    return mine

@@ -24,7 +24,8 @@ import psutil
 
 from drumline import __version__
 from drumline.core.files import digest
-from drumline.core.network import source_address
+from drumline.core.munge import SECRET, seal
+from drumline.core.network import is_loopback, source_address
 from drumline.core.process import output_of
 from drumline.doctor.check import Check, Host, Verdict
 from drumline.hardware.detect import Groups, Machine, cache_dir, detect, free_bytes, likely_gpus
@@ -102,6 +103,7 @@ def gpus(question: Question, machine: Machine, facts: dict[str, str]) -> Iterato
     if not machine.devices:
         yield Check("GPUs", "none: this host computes on its processor")
         return
+    yield Check("GPU checks", "experimental, as is NCCL's all-reduce: no test has run them on a GPU yet")
     names = [f"{device.name} {device.memory_bytes / GIB:.0f} GiB" for device in machine.devices]
     facts["GPUs"] = f"{len(names)} × {names[0]}"
     alike: tuple[Verdict, str] = ("ok", "") if len(set(names)) == 1 else ("warn", "ranks wait for the slowest and smallest: leave it out")
@@ -132,7 +134,7 @@ def names(question: Question, machine: Machine, facts: dict[str, str]) -> Iterat
     own = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(own, None)})
-        alone = all(address.startswith(("127.", "::1")) for address in addresses) and bool(question.peers)
+        alone = all(map(is_loopback, addresses)) and not all(map(is_loopback, question.peers))
         mend = "other hosts would get a loopback address: give the host its address in /etc/hosts or DNS"
         yield Check("host name", f"{own} is {', '.join(addresses)}", "fail" if alone else "ok", mend)
     except OSError as error:
@@ -151,6 +153,17 @@ def ports(question: Question, machine: Machine, facts: dict[str, str]) -> Iterat
     except OSError as error:
         mend = f"`ss -ltnp` says who has it; end that, or choose another launch.port than {question.port}"
         yield Check("port", f"{question.port}: {error.strerror}", "fail", mend)
+
+
+def secret(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
+    if os.environ.get(SECRET):
+        found = f"{SECRET} is set: ranks that have it meet, and no others"
+    elif seal("") is not None:
+        found = "by munge for ranks in a job of Slurm"
+    else:
+        found = "our own launchers draw one"
+    more = f"; under torchrun, mpirun and Kubernetes none, unless {SECRET} is set on all hosts: whoever reaches MASTER_PORT can join"
+    yield Check("secret", found + more * (SECRET not in os.environ))
 
 
 def interfaces(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
@@ -253,7 +266,21 @@ def digests(question: Question, machine: Machine, facts: dict[str, str]) -> Iter
         yield Check(what, f"{facts[what]} ({', '.join(paths)})")
 
 
-LOOKS: tuple[Look, ...] = (versions, gpus, infiniband, names, ports, interfaces, shared_memory, limits, run_folder, cache, memory, digests)
+LOOKS: tuple[Look, ...] = (
+    versions,
+    gpus,
+    infiniband,
+    names,
+    ports,
+    secret,
+    interfaces,
+    shared_memory,
+    limits,
+    run_folder,
+    cache,
+    memory,
+    digests,
+)
 
 
 def main() -> None:

@@ -97,7 +97,7 @@ def launch(
             else:
                 reason = restarts.decide(reached, failed_at, cause.rank, cause.message)
                 again = f"{restarts.left} restarts left until the next progress"
-            _report_failure(cause, ends, attempt, max(failed_at, 0), reason, again, events_path, memory_line)
+            report_failure(cause, ends, attempt, max(failed_at, 0), reason, again, events_path, memory_line)
             if reason is not None:
                 return 1
             resume = newest_or(resume, run_dir)
@@ -174,7 +174,7 @@ def _report_end(ends: list[RankEnd], code: int, signal: int, plan: Plan) -> None
         print(f"error: {cause.name} {cause.message}; see {cause.log}", file=sys.stderr)
 
 
-def _report_failure(
+def report_failure(
     cause: RankEnd, ends: list[RankEnd], attempt: int, step: int, reason: str | None, again: str, events_path: Path, memory_line: str | None
 ) -> None:
     """On stderr and as an event. `again`: how it goes on where there is no `reason` to stop. `memory_line`: where memory ran out."""

@@ -1,5 +1,5 @@
 """Runs that are under way, whoever launched them and wherever they are: list them, show their logs, follow and stop them. All that is known
-of one is in its folder: the lease, the events, the logs, and the number of its job. No torch here."""
+of one is in its folder: the lease, the events, the logs, and the number of its job; of one in a cluster, where it is. No torch here."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from drumline.core.signals import LauncherSignals
 from drumline.errors import DrumlineError, UserError
 from drumline.foreign import read_object
 from drumline.launchers import lease
+from drumline.launchers.kubernetes.runs import EXPERIMENTAL, NOTE, Submitted, submitted
 from drumline.launchers.slurm import queue
 from drumline.telemetry.events import Emit, Event, Fault, RunEnd, Step, last, last_start, tail
 
@@ -39,11 +40,15 @@ def is_run(folder: Path) -> bool:
     return (folder / "plan.json").is_file()
 
 
-def require_run(folder: Path) -> None:
-    """Raises UserError for a folder that is no run's."""
-    if not is_run(folder):
+def require_run(folder: Path) -> Submitted | None:
+    """What is known of a run in a cluster, None of one that is here. Raises UserError for a folder that is no run's."""
+    if is_run(folder):
+        return None
+    if (found := submitted(folder)) is None:
         fix = "name the folder of a run; `drumline ps` lists them"
         raise UserError("is no run folder: there is no plan.json", where=str(folder), fix=fix)
+    print(EXPERIMENTAL, file=sys.stderr)
+    return found
 
 
 def states(folder: Path) -> list[State]:
@@ -52,7 +57,11 @@ def states(folder: Path) -> list[State]:
         raise UserError("is no folder", where=str(folder), fix="name a run, or the folder that has runs")
     runs = [folder] if is_run(folder) else [path.parent for path in sorted(folder.glob("*/plan.json"))]
     held = lease.holders(runs)
-    return sorted((_state(run, held.get(run)) for run in runs), key=lambda each: each.age)
+    found = [_state(run, held.get(run)) for run in runs]
+    for note in [folder / NOTE, *sorted(folder.glob(f"*/{NOTE}"))]:
+        if (there := submitted(note.parent)) is not None:
+            found.append(State(note.parent, there.state(), None, there.where, max(0.0, time.time() - note.stat().st_mtime)))
+    return sorted(found, key=lambda each: each.age)
 
 
 def _state(run: Path, holder: lease.Holder | None) -> State:
@@ -81,7 +90,9 @@ def _name(run: Path, holder: lease.Holder | None, events: list[Event]) -> str:
 
 def print_logs(run: Path, rank: int | None) -> None:
     """Print what the ranks of the newest attempt have printed, or one of them: standard output, then standard error. Raises UserError."""
-    require_run(run)
+    if (there := require_run(run)) is not None:
+        there.print_logs(rank)
+        return
     attempts = {int(match[1]): path for path in (run / "logs").glob("attempt-*") if (match := ATTEMPT.fullmatch(path.name))}
     files = sorted(attempts[max(attempts)].glob("rank-*.*"), key=_order) if attempts else []
     found = [path for path in files if path.suffix in (".out", ".log") and path.is_file() and rank in (None, _order(path)[0])]
@@ -102,7 +113,8 @@ def _order(path: Path) -> tuple[int, bool]:
 
 def follow(run: Path, on_event: Emit) -> int:
     """Show the newest start of a run, and what comes, until it ends; returns its exit code. Ctrl-C leaves it alone."""
-    require_run(run)
+    if (there := require_run(run)) is not None:
+        return there.follower().until_end(leaves=True)
     path = run / "events.jsonl"
     start = last_start(path)
     if (job := queue.queued_job(run)) is not None:
@@ -132,7 +144,9 @@ def _pause(signals: LauncherSignals, seconds: float) -> None:
 
 def stop(run: Path) -> None:
     """Have a run save and end, as by SIGTERM to its launcher, and wait until it has. Raises UserError where it is not under way."""
-    require_run(run)
+    if (there := require_run(run)) is not None:
+        there.follower().until_end(stop=True)
+        return
     holder = lease.holders([run]).get(run)
     if holder is not None and holder.alive:
         lease.request_stop(run, holder.token)

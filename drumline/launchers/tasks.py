@@ -62,6 +62,7 @@ def step_of_allocation() -> list[str]:
     env = os.environ
     if joined() or "SLURM_JOB_ID" not in env or env.get("SLURM_STEP_ID", "") not in {"", *NO_TASKS}:
         return []
+    require_one_group()
     hosts = expand(env.get("SLURM_JOB_NODELIST", ""))
     here = {socket.gethostname(), socket.gethostname().partition(".")[0], env.get("SLURMD_NODENAME")}
     if len(hosts) < 2 and _number(env, "SLURM_NTASKS") < 2 and here & set(hosts):
@@ -69,6 +70,15 @@ def step_of_allocation() -> list[str]:
     # Since 22.05 srun does not take the allocation's own.
     cores = [f"--cpus-per-task={number}" for number in [env.get("SLURM_CPUS_PER_TASK")] if number]
     return ["srun", "--kill-on-bad-exit=1", *cores]
+
+
+def require_one_group() -> None:
+    """Raises EnvironmentFault in a heterogeneous job of Slurm, by its first task."""
+    if _number(os.environ, "SLURM_HET_SIZE") > 1:
+        if _number(os.environ, "SLURM_PROCID"):
+            raise SystemExit(EnvironmentFault.exit_code)
+        what = "this job is heterogeneous, and a run is planned for nodes that are alike"
+        raise EnvironmentFault(what, where="launcher", fix="ask Slurm for one group of nodes, without ':' and hetjob")
 
 
 def torchrun_of_node(count: Callable[[], int]) -> list[str]:
@@ -104,6 +114,7 @@ def _of_slurm(env: Mapping[str, str]) -> dict[str, str]:
     # In a terminal of srun (--pty) commands are typed in one task; the rest of the step does not hear them.
     if "SLURM_PTY_PORT" in env or env.get("SLURM_STEP_ID") in NO_TASKS or _number(env, "SLURM_STEP_NUM_TASKS") < 2:
         return {}
+    require_one_group()
     job, step, node = env["SLURM_JOB_ID"], env["SLURM_STEP_ID"], int(env.get("SLURM_NODEID", "0"))
     hosts, tasks = expand(env["SLURM_STEP_NODELIST"]), tasks_of_nodes(env["SLURM_STEP_TASKS_PER_NODE"])
     return _rank(

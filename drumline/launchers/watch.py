@@ -35,15 +35,14 @@ class _Pulse:
 
 
 class Watch:
-    """`ranks`: how many of this host; the first of them is rank `first` of `world_size`."""
+    """`ranks`: how many of this host; the first of them is rank `first` of `world_size`. `board`: one that has a place for each rank of the
+    run; None: a new one, for those of this host."""
 
-    def __init__(self, ranks: int, first: int = 0, world_size: int | None = None) -> None:
-        self.first, self.world_size = first, world_size or ranks
-        self.board = beats.new_board(ranks)
-        self.pulses = [_Pulse() for _ in range(ranks)]
+    def __init__(self, ranks: int, first: int = 0, world_size: int | None = None, board: beats.Board | None = None) -> None:
+        self.ranks, self.first, self.world_size = ranks, first, world_size or ranks
+        self.board = board or beats.new_board(ranks)
+        self.pulses: dict[int, _Pulse] = {}  # by place, of those that have begun
         self.files: dict[tuple[str, int], IO[bytes]] = {}
-        if self.board is not None:
-            self.files = {(kind, place): self.board.file(kind, place).open("rb") for kind in ("stacks", "answer") for place in range(ranks)}
         self.began = self.looked = time.monotonic()
 
     def variable(self, place: int) -> dict[str, str]:
@@ -63,7 +62,11 @@ class Watch:
         if self.board is None or not running:
             return None
         beating = {rank: rank - self.first for rank in running if self._int(rank - self.first, beats.PID)}
-        if len(beating) == len(self.pulses):
+        for place in beating.values():
+            if place not in self.pulses:
+                self.pulses[place] = _Pulse()
+                self.files |= {(kind, place): self.board.file(kind, place).open("rb") for kind in ("stacks", "answer")}
+        if len(beating) >= self.ranks:
             # All have the files open: nothing is left behind, however this process ends.
             shutil.rmtree(self.board.folder, ignore_errors=True)
         for rank, place in beating.items():
@@ -82,10 +85,9 @@ class Watch:
             return None
         if any(state_of(running[rank])[0] == "t" for rank in beating):
             return None
-        hang = name_hang(self._seen(beating, running), len(self.pulses) < self.world_size)
-        if hang.culprit is None and min(late) < ELSEWHERE_SECONDS and len(self.pulses) < self.world_size:
-            return None
-        return hang
+        elsewhere = max(self.ranks, len(beating)) < self.world_size
+        hang = name_hang(self._seen(beating, running), elsewhere)
+        return None if hang.culprit is None and min(late) < ELSEWHERE_SECONDS and elsewhere else hang
 
     def _late(self, place: int, pid: int) -> float:
         """Seconds beyond the limit. On a host with too much to do, those that the rank waited for a core are not its own."""
@@ -105,7 +107,7 @@ class Watch:
         """Seconds that the phase of a rank may take."""
         phase = beats.PHASES[self._int(place, beats.PHASE)]
         key = OWN_KEY.get(phase)
-        learned = max(self._float(other, beats.LEARNED + beats.PHASES.index(phase)) for other in range(len(self.pulses)))
+        learned = max(self._float(other, beats.LEARNED + beats.PHASES.index(phase)) for other in self.pulses)
         if key is None and (self._int(place, beats.FREE) or not learned):
             key = "startup"
         if key is not None:

@@ -58,7 +58,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
     device = f"cuda:{gpu(ranks)}" if plan.device == "cuda" else "cpu"
     verification = _verification(plan, ranks)
     start, began = None, time.time()
-    memory = Memory(Path(plan.run_dir), resume == "newest") if config.checkpoint.in_memory_every and plan.saves else None
+    memory = memory_of(plan, resume == "newest") if plan.saves else None
     if resume is not None:
         with goodput.spend("restore"):
             start = Start.find(plan, resume, memory)
@@ -230,6 +230,11 @@ def _misfit(plan: Plan, state: dict[str, Any]) -> str | None:
     changes, keys = refused(Config.model_validate(state["config"]), plan.config, ())
     identity = plan.data.identity.model_dump() if plan.data and plan.data.identity else None
     return f"made with another config: {changes}" if keys else "made with other data" if state["data"] != identity else None
+
+
+def memory_of(plan: Plan, goes_on: bool) -> Memory | None:
+    """Where hosts keep states in memory, if they do (`Memory`). Collective."""
+    return Memory(Path(plan.run_dir), goes_on) if plan.config.checkpoint.in_memory_every else None
 
 
 def set_kernels(plan: Plan) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,8 +15,10 @@ from drumline.core import heartbeat
 from drumline.core.explain import plan_line, strategy_name
 from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
-from drumline.dist.start import Ranks, start, stop
+from drumline.dist.start import Ranks, drawn, start, stop
 from drumline.errors import DrumlineError, EnvironmentFault, Preempted, TrainingStopped
+from drumline.launchers import watcher
+from drumline.launchers.environment import launched_by
 from drumline.telemetry import flight
 from drumline.telemetry.events import Emit, Event, EventLog, Export, RunEnd, RunStart, read
 from drumline.telemetry.measure import planned
@@ -38,8 +41,8 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
     """Join the process group, train, leave it, and export on rank 0. `listener` also gets each event of rank 0."""
     started = time.time()
     events_path = Path(plan.run_dir) / "events.jsonl"
-    watch(plan)
     with StopFlag() as stop_flag:
+        watch(plan)
         ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds, plan.config.launch.interface)
         past = read(events_path)
         callbacks = Callbacks(plan.config.run.callbacks, Path(plan.base_dir), ranks.rank)
@@ -78,7 +81,10 @@ def train_on(plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, stop_f
 
 
 def watch(plan: Plan) -> None:
-    """Have the launcher notice where this rank hangs."""
+    """Have the launcher notice where this rank hangs, or a watcher where the launcher is not ours."""
+    if heartbeat.VARIABLE not in os.environ and (launched_by() or "TORCHELASTIC_ERROR_FILE" in os.environ):
+        ranks = Ranks.from_environment()
+        watcher.begin(drawn("watch"), ranks.rank, ranks.world_size, Path(plan.run_dir))
     if heartbeat.register(plan.config.health.limits()) is None:
         return
     heartbeat.answer("collectives", flight.recent)

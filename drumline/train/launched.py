@@ -22,13 +22,15 @@ from drumline.core.process import process
 from drumline.core.redact import withheld
 from drumline.core.signals import NOTHING_LOST, Interrupted
 from drumline.dist.start import Ranks, publish, receive, rendezvous
-from drumline.errors import DrumlineError, EnvironmentFault
+from drumline.errors import DrumlineError, EnvironmentFault, TrainingStopped
 from drumline.launchers.environment import launched_by
 from drumline.launchers.lease import Lease, has_lease
 from drumline.launchers.local import newest_or
 from drumline.launchers.ssh.spec import SSHLauncher
 from drumline.report.bars import aside, notes
 from drumline.report.progress import Progress
+from drumline.telemetry.events import last
+from drumline.telemetry.watched import Hang
 from drumline.train.entry import run
 from drumline.train.failure import OutOfMemory, recording
 from drumline.train.replan import advise
@@ -80,6 +82,8 @@ def _plan(make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack
         run_dir = Path(plan.run_dir)
         lease = stack.enter_context(Lease(run_dir))
         mark = _mark(request)
+        if ranks.attempt:
+            _require_no_stop(plan)
         if ranks.attempt or _is_same(run_dir / LAUNCH, mark):
             request = replace(request, resume=newest_or(request.resume, run_dir))
         _, start = claim_run_dir(plan, request)
@@ -163,6 +167,12 @@ def _require_as_launched(request: Request, ranks: Ranks) -> None:
     if nproc not in (None, ranks.world_size, of_host) and not request.loaded.old:
         what = f"launch.nproc is {nproc}, but {launched_by()} has started {ranks.world_size} processes"
         raise EnvironmentFault(what, where="launch.nproc", fix="leave launch.nproc out")
+
+
+def _require_no_stop(plan: Plan) -> None:
+    """Raises TrainingStopped where the start before this one hung, and the config does not want another."""
+    if plan.config.health.on_hang == "stop" and any(isinstance(event, Hang) for event in last(Path(plan.run_dir) / "events.jsonl")[-2:]):
+        raise TrainingStopped("the run hung, and health.on_hang is stop", where=plan.run_dir, fix="go on with --resume")
 
 
 def _mark(request: Request) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from drumline.checkpoint.load import newest_state, read_state
+from drumline.checkpoint.memory import require_room
 from drumline.checkpoint.remote import require_unused, state_at
 from drumline.core.config import Config
 from drumline.core.load import Draft, refused, validated
@@ -35,7 +36,7 @@ OPTIONS = {
     "seed": "run.seed", "device": "run.device", "deterministic": "run.deterministic", "report_to": "run.report_to",
     "sync_batchnorm": "model.sync_batchnorm", "activation_checkpointing": "memory.activation_checkpointing",
     "compile": "compile.enabled", "keep": "checkpoint.keep", "asynchronous": "checkpoint.asynchronous", "on_nan": "health.on_nan",
-    "url": "checkpoint.url", "replicas": "checkpoint.replicas",
+    "url": "checkpoint.url", "replicas": "checkpoint.replicas", "in_memory_every": "checkpoint.in_memory_every",
     "timeout_seconds": "launch.timeout_seconds", "initial_scale": "precision.initial_scale", "tf32": "precision.tf32",
 }  # fmt: skip
 
@@ -85,6 +86,8 @@ def claim(plan: Plan, resume: object, allow: tuple[str, ...], stack: ExitStack) 
         fix = "go on with it by resume=True, or choose another run_dir"
         raise EnvironmentFault("the run folder is not empty", where=str(run_dir), fix=fix)
     url = plan.config.checkpoint.url
+    if plan.config.checkpoint.memory_copies:
+        require_room(plan.checkpoint_bytes)
     if url and not resume:
         require_unused(url)
     found = newest_state(checkpoints, url) if resume is True else None

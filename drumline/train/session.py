@@ -43,7 +43,7 @@ from drumline.parallel.optimizer import MakeOptimizer
 from drumline.parallel.transforms import batch_norms
 from drumline.strategies.build import build_module
 from drumline.telemetry.events import Emit, Eval, Step
-from drumline.train.build import Start, checkpointer_of
+from drumline.train.build import Start, checkpointer_of, memory_of
 from drumline.train.entry import MainReporter, Reporter, run_start
 from drumline.train.own import MAIN, Engines, Model, Trained, claim, plan_of, print_error, report, require_one_model, restarted, scalar
 from drumline.train.saving import Saver
@@ -142,9 +142,9 @@ class Session:
             what = "prepare takes build and make_optimizer, or {name: (build, make_optimizer)}, once"
             raise UserError(what, where="session.prepare", fix="see docs/session.md")
         require_one_model(self.plan, len(pairs))
-        found = None
+        found, memory = None, memory_of(self.plan, self.resume is True)
         if self.resume:
-            found = Start.find(self.plan, "newest" if self.resume is True else str(self.resume))
+            found = Start.find(self.plan, "newest" if self.resume is True else str(self.resume), memory)
         for name, (build_one, make) in pairs.items():
             prefix = f"{name}/" if name else ""
             keys = frozenset(n.removeprefix(prefix) for n in found.checkpoint_keys if n.startswith(prefix)) if found else frozenset()
@@ -156,10 +156,13 @@ class Session:
             for line in batch_norm_why(self.plan.config, self.plan.batch, len(batch_norms(model.engine.model))):
                 print(f"note: {line}", file=sys.stderr)
         checkpointer = checkpointer_of(self.plan, "min")
+        if memory is not None:
+            memory.begin()
         self._state = found.restore(self.engines, self.emit, time.time()) if found else TrainState()  # type: ignore[arg-type]
         self._logged = (self.steps, time.time(), self._state.tokens)
-        saved, again = self._state.step if found and found.path else -1, ("resume=True", "resume={!r}")
-        self.saver = Saver(self.plan, self.engines, self._state, checkpointer, self.emit, self.gather, self.stop_flag, saved, again)
+        saved, again = self.steps if found and found.path and checkpointer.is_kept(found.path) else -1, ("resume=True", "resume={!r}")
+        parts = (self.plan, self.engines, self._state, checkpointer, self.emit, self.gather, self.stop_flag)
+        self.saver = Saver(*parts, saved, again, memory)
         made = {name: (Model(model.engine), model.engine.optimizer) for name, model in self._models.items()}
         return made[MAIN] if MAIN in made else ({n: m for n, (m, _) in made.items()}, {n: o for n, (_, o) in made.items()})
 
@@ -353,17 +356,21 @@ class Session:
     # ------------------------------------------------------------------------------------------------------ checkpoints
 
     def save(self, every: int | None = None) -> None:
-        """Save a checkpoint, in the background; with `every` at its multiples alone. At the end of the session the last is saved anyway.
-        Collective."""
+        """Save a checkpoint, in the background; with `every` at its multiples alone, and between them in memory as `in_memory_every` has
+        it. At the end of the session the last is saved anyway. Collective."""
         self._require_prepared()
-        if every is not None and self.steps % every:
+        in_memory, on_disk = self.plan.config.checkpoint.in_memory_every, every is None or self.steps % every == 0
+        if not on_disk and (in_memory is None or self.steps % in_memory):
             return
         if self._unused():
             raise UserError(
                 "save in the middle of a global batch", where="session.save", fix="call it after the last s.step() of the batch"
             )
         self._land()
-        self.saver.save(self.metric)
+        if on_disk:
+            self.saver.save(self.metric)
+        else:
+            self.saver.keep_in_memory()
 
     def _save_last(self) -> None:
         self._land()

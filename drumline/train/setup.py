@@ -196,8 +196,8 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
         raise EnvironmentFault("the run folder is not empty", where=str(run_dir), fix=fix)
     if request.resume is None and plan.config.checkpoint.url:
         require_unused(plan.config.checkpoint.url)
-    if plan.config.checkpoint.in_memory_every:
-        require_room(plan.checkpoint_bytes)
+    if copies := plan.config.checkpoint.memory_copies:
+        require_room(copies * plan.checkpoint_bytes)
     needed, free = plan.checkpoint_bytes if plan.saves else 0, free_bytes(run_dir)  # a run keeps at least one while it writes the next
     if free < needed:
         what = f"one checkpoint needs about {size(needed)}, {size(free)} are free"

@@ -1,4 +1,4 @@
-"""A loop of a user's own with dropout, for test_session: `python session_loop.py STRATEGY RUN_DIR STEPS [DROPOUT] [PAUSE]`."""
+"""A loop of a user's own with dropout: `python session_loop.py STRATEGY RUN_DIR STEPS [DROPOUT] [PAUSE] [IN_MEMORY_EVERY]`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def collate(rows: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.T
     return torch.stack([x for x, _ in rows]), torch.tensor([y for _, y in rows])
 
 
-def main(strategy: str, run_dir: str, steps: str, dropout: str = "0.1", pause: str = "0") -> None:
-    options = {"precision": "fp32", "device": "cpu", "global_samples": 8, "micro_batch": 2}
+def main(strategy: str, run_dir: str, steps: str, dropout: str = "0.1", pause: str = "0", in_memory: str = "0") -> None:
+    options = {"precision": "fp32", "device": "cpu", "global_samples": 8, "micro_batch": 2, "in_memory_every": int(in_memory) or None}
     with drumline.session(strategy, run_dir=run_dir, resume=True, allow=("strategy",), **options) as s:  # type: ignore[arg-type]
         model, optimizer = s.prepare(functools.partial(build, float(dropout)), make_optimizer)
         for inputs, labels in s.batches(dataset(), collate, steps=int(steps)):

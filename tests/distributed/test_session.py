@@ -38,17 +38,19 @@ def tensors(run: Path) -> dict[str, torch.Tensor]:
     return named
 
 
-def test_killed_and_resumed_to_the_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_memory_every", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_killed_and_resumed_to_the_bit(tmp_path: Path, in_memory_every: int) -> None:
     finished(launch(tmp_path / "whole", "fsdp2", 12))
     run = tmp_path / "killed"
-    process = launch(run, "fsdp2", 12, 0.1, 0.2)
-    wait_for(run, "save", 4, process)
+    process = launch(run, "fsdp2", 12, 0.1, 0.2, in_memory_every)
+    wait_for(run, *(("step", 7) if in_memory_every else ("save", 4)), process)
     kill(children(process.pid)[-1])
     code, said = process.told(100)
     assert code == 1 and "SIGKILL" in said, said
     assert gone(str(run), 5.0) and max(losses(run)) < 12
-    finished(launch(run, "fsdp2", 12))
+    finished(launch(run, "fsdp2", 12, 0.1, 0, in_memory_every))
     (restored,) = (e for e in events(run, "restore") if e["path"])
+    assert restored["path"].startswith("/dev/shm/" if in_memory_every else str(run))
     assert restored["step"] >= 4
     assert losses(run) == losses(tmp_path / "whole")
     mine, expected = tensors(run), tensors(tmp_path / "whole")

@@ -17,7 +17,7 @@ from tests.faults.live import gone, kill, wait_for
 from tests.faults.test_launch import begin, end, toy
 from tests.faults.test_launch_kills import pid
 from tests.forks import Forked
-from tests.harness import events, survivors
+from tests.harness import ENV, events, survivors
 
 WORKER = "tests.faults.hanging_worker"
 
@@ -30,11 +30,15 @@ def nobody_left(tmp_path: Path) -> Iterator[None]:
 
 
 def walk(run: Path, how: str = "nothing", steps: int = 60, at: int = 20, health: dict[str, Any] | None = None, **behave: Any) -> Forked:
-    plan = toy(run, json.dumps({"steps": steps, "how": how, "rank": 1, "at": at, **behave}), max_restarts=1)
+    return begin(plan_of(run, {"steps": steps, "how": how, "rank": 1, "at": at, **behave}, health), WORKER)
+
+
+def plan_of(run: Path, behave: dict[str, Any], health: dict[str, Any] | None = None, **launch: Any) -> Path:
+    plan = toy(run, json.dumps(behave), **{"max_restarts": 1, **launch})
     values = json.loads(plan.read_text())
     values["config"]["health"] |= {"hang_seconds": 2.0, **(health or {})}
     plan.write_text(json.dumps(values))
-    return begin(plan, WORKER)
+    return plan
 
 
 def the_hang(run: Path, said: str) -> dict[str, Any]:
@@ -65,6 +69,23 @@ def test_a_suspended_rank_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     log = (run / "logs" / "attempt-0" / "rank-0.log").read_text()
     assert "stacks of rank 0 when the run hung" in log and "hanging_worker.py" in log
     assert events(run, "eval")[-1]["step"] == 60
+
+
+@pytest.mark.full  # tests/unit/test_watcher.py
+def test_under_torchrun_a_hang_is_named_and_torchrun_starts_again(tmp_path: Path) -> None:
+    """By a watcher that the first rank of the host has started."""
+    run = tmp_path / "run"
+    plan = plan_of(run, {"steps": 60, "how": "data", "rank": 1, "at": 20})
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m")
+    code, said = Forked(*torchrun, WORKER, plan, env=ENV).told(200)
+    assert code == 0, said
+    (hang,), (fault,) = events(run, "hang"), events(run, "fault")
+    assert (hang["rank"], hang["phase"], hang["step"]) == (1, "data", 20) and any("in endless" in line for line in hang["stack"])
+    assert said.index(f"rank 1 on host {hang['host']}: hangs in data at step 21") < said.index("rank 0 waits in") < said.index("in endless")
+    assert fault["action"] == "stop: its ranks are killed, and torchrun decides about another start"
+    assert "stacks of rank 0 when the run hung" in (run / "logs" / "attempt-0" / "rank-0.log").read_text()
+    assert events(run, "eval")[-1]["step"] == 60 and gone(str(run), 5.0)
+    assert not [folder for folder in Path("/dev/shm").glob("drumline-*") if folder.name.endswith(f"-{hang['host']}")], "nothing is left"
 
 
 @pytest.mark.full  # that a hang is named is shown above

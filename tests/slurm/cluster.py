@@ -146,7 +146,12 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)
     env = {**{name: value for name, value in ENV.items() if not name.startswith(("SLURM", "SBATCH"))}, "SLURM_CONF": str(conf)}
-    env["PATH"] = f"{env.get('PATH', '')}:/usr/sbin:/sbin"
+    env["PATH"] = f"{folder / 'bin'}:{env.get('PATH', '')}:/usr/sbin:/sbin"
+    (folder / "bin").mkdir()
+    for name in ("munge", "unmunge"):  # which would ask the munged of a cluster that this host may be in
+        program = folder / "bin" / name
+        program.write_text(f'#!/bin/sh\nexec /usr/bin/{name} --socket={folder}/munge.socket "$@"\n')
+        program.chmod(0o755)
     munge = [f"--{name}={folder / file}" for name, file in
              (("key-file", "munge.key"), ("socket", "munge.socket"), ("pid-file", "munged.pid"), ("log-file", "munged.log"),
               ("seed-file", "munged.seed"))]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,12 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from drumline.core.plan import Plan
 from drumline.launchers.slurm.script import script
+from tests.distributed.ranks import free_port
 from tests.faults.live import kill, wait_for
-from tests.faults.test_launch import toy
+from tests.faults.test_hangs import plan_of
 from tests.harness import ENV, Finished, drumline, events, losses, survivors, write_config
 from tests.slurm.cluster import Slurm, require, slurm
 from tests.tiny import tiny_model_dir
@@ -26,7 +29,7 @@ from tests.tiny import tiny_model_dir
 pytestmark = pytest.mark.full
 STEPS = 200
 DRUMLINE = (sys.executable, "-m", "drumline")
-LAUNCH = ("launch.kind=slurm", "launch.nodes=2", "launch.grace_seconds=20")
+LAUNCH = ("launch.kind=slurm", "launch.nodes=2", "launch.grace_seconds=20", "launch.preflight=false")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 
 
@@ -83,11 +86,20 @@ def job_of(run: Path) -> str:
     return number
 
 
-def walk(cluster: Slurm, run: Path, launch: dict[str, Any] | None = None, **behave: Any) -> str:
-    """A job of two stepping ranks; its number."""
-    path = toy(run, json.dumps({"steps": 60, **behave}), kind="slurm", nodes=2, **(launch or {}))
+def task_of(run: Path, number: int) -> int:
+    """The process of one task of srun."""
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "train" in each.cmdline() and str(run) in " ".join(each.cmdline()) and each.environ().get("SLURM_PROCID") == str(number):
+                return each.pid
+    raise AssertionError(f"there is no task {number}")
+
+
+def walk(cluster: Slurm, run: Path, launch: dict[str, Any] | None = None, worker: str = "stepping_worker", **behave: Any) -> str:
+    """A job of two ranks without a model; its number."""
+    path = plan_of(run, {"steps": 60, **behave}, **{"kind": "slurm", "nodes": 2, "preflight": False, "max_restarts": 3, **(launch or {})})
     (run / "logs").mkdir()
-    text = script(Plan.load(path).config.launch, path, None).rstrip("\n") + " --worker tests.faults.stepping_worker\n"
+    text = script(Plan.load(path).config.launch, path, None).rstrip("\n") + f" --worker tests.faults.{worker}\n"
     (run / "job.sh").write_text(text)
     job = cluster.call("sbatch", "--parsable", run / "job.sh").stdout.strip()
     assert job.isdecimal()
@@ -138,6 +150,29 @@ def test_a_batch_script_of_the_user_s_own_goes_on_when_it_is_requeued(cluster: S
     assert restored["path"] and "not empty" not in log.read_text(), log.read_text()
 
 
+def test_a_heterogeneous_job_is_one_line(cluster: Slurm, config: Path, tmp_path: Path) -> None:
+    line = (*DRUMLINE, "train", config, f"run.dir={tmp_path / 'run'}")
+    for program in (("salloc", "-N1", ":", "-N1"), ("srun", "-N1", "-n1", ":", "-N1", "-n1")):
+        done = end(start(cluster, *program, *line))
+        assert done.code == 2 and done.err.count("error: launcher: this job is heterogeneous") == 1, done.err
+        assert not (tmp_path / "run").exists()
+
+
+def test_only_ranks_of_this_user_meet(cluster: Slurm) -> None:
+    """By munge: what rank 0 has sealed opens for this user alone, also twice on one host."""
+    from_input = "from drumline.core.munge import seal, unseal; s = seal('a1b2'); print(unseal(s), unseal(s), unseal('x'), unseal(input()))"
+    options: dict[str, Any] = {"env": cluster.env, "capture_output": True, "text": True, "check": True}
+    other = subprocess.run(["munge", "--restrict-uid=65534"], input="c3", **options).stdout
+    shown = subprocess.run([sys.executable, "-c", from_input], input=other, **options).stdout
+    assert shown.split() == ["a1b2", "a1b2", "None", "None"]
+    rank = "import os; from drumline.dist import start; start.rendezvous().set(os.environ['RANK'], '1'); start.receive('1', 60)"
+    usual = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_JOB_ID": "1"}
+    first = start(cluster, sys.executable, "-c", rank, RANK="0", **usual)
+    stranger = end(start(cluster, sys.executable, "-c", rank, RANK="1", PATH="/nowhere", **usual))
+    assert stranger.code == 1 and "munge does not open here what rank 0 has sealed" in stranger.err, stranger.err
+    assert end(start(cluster, sys.executable, "-c", rank, RANK="1", **usual)).code == 0 == end(first).code
+
+
 @pytest.mark.parametrize(
     ("program", "options", "package"),
     [("mpirun.openmpi", ("--allow-run-as-root", "--oversubscribe"), "openmpi-bin"), ("mpirun.mpich", (), "mpich")],
@@ -163,7 +198,7 @@ def test_a_job_of_two_nodes_trains_as_two_local_ranks(cluster: Slurm, config: Pa
     line = (*DRUMLINE, "train", config, f"run.dir={run}", *LAUNCH)
     planned = end(start(cluster, *line, "--dry-run"))
     assert planned.code == 0 and "#SBATCH --nodes=2" in planned.out and not run.exists(), planned.err
-    done = end(start(cluster, *line))
+    done = end(start(cluster, *line, "launch.preflight=true"))
     assert done.code == 0, done.out + done.err
     assert f"finished {STEPS} steps" in done.out and losses(run) == reference
     assert planned.out.rstrip().endswith((run / "job.sh").read_text().rstrip())
@@ -172,6 +207,13 @@ def test_a_job_of_two_nodes_trains_as_two_local_ranks(cluster: Slurm, config: Pa
     assert "finished" in end(start(cluster, *DRUMLINE, "ps", tmp_path)).out
     again = end(start(cluster, *line))
     assert again.code == 2 and "the run folder is not empty" in again.err
+
+
+def test_a_preflight_that_fails_ends_the_job(cluster: Slurm, config: Path, tmp_path: Path) -> None:
+    line = (*DRUMLINE, "train", config, f"run.dir={tmp_path / 'run'}", *LAUNCH, "launch.preflight=true")
+    done = end(start(cluster, *line, GLOO_SOCKET_IFNAME="none0"))
+    assert done.code == 2 and "error: host n1: interfaces: " in done.err and "none0 is set" in done.err, done.err
+    assert not events(tmp_path / "run", "run_start")
 
 
 def test_detached_then_followed_then_stopped(cluster: Slurm, config: Path, tmp_path: Path) -> None:
@@ -272,6 +314,31 @@ def test_a_killed_rank_is_named_with_its_host_and_the_run_goes_on(cluster: Slurm
     assert "rank 1 on host n2: killed by SIGKILL" in log and "starting again from the newest checkpoint" in log
     (restored,) = events(run, "restore")
     assert restored["step"] >= 10 and events(run, "eval")[-1]["step"] == 60
+
+
+def test_a_hang_is_named_with_its_host_and_the_run_goes_on(cluster: Slurm, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    job = walk(cluster, run, {"max_restarts": 1}, "hanging_worker", how="data", rank=1, at=20)
+    found = cluster.wait(job, *ENDED)
+    log = (run / "logs" / f"job-{job}.log").read_text()
+    assert found["JobState"] == "COMPLETED", log
+    (hang,), (fault,) = events(run, "hang"), events(run, "fault")
+    assert (hang["rank"], hang["host"], hang["phase"], hang["step"], fault["action"]) == (1, "n2", "data", 20, "restart"), log
+    assert "rank 1 on host n2: hangs in data at step 21" in log and "in endless" in log
+    assert events(run, "eval")[-1]["step"] == 60 and not list(Path("/dev/shm").glob("drumline-*-n[12]"))
+
+
+def test_a_hang_of_tasks_that_joined_is_named(cluster: Slurm, config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    more = ("run.steps=100000", "health.hang_seconds=2")
+    process = start(cluster, "srun", "-N2", "-n2", *DRUMLINE, "train", config, f"run.dir={run}", *more)
+    wait_for(run, "step", 5, process)
+    kill(task_of(run, 1), signal.SIGSTOP)
+    done = end(process)
+    assert done.code and "rank 1 on host n2: hangs in" in done.err and "it is suspended (SIGSTOP)" in done.err, done.err
+    (hang,) = events(run, "hang")
+    assert (hang["rank"], hang["host"]) == (1, "n2")
+    assert events(run, "fault")[-1]["action"] == "stop: its ranks are killed, and srun decides about another start"
 
 
 def test_a_rank_that_fails_again_ends_the_job(cluster: Slurm, tmp_path: Path) -> None:

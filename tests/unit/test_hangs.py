@@ -136,13 +136,14 @@ def late(watch: Watch, seconds: float) -> Any:
     """What the watcher finds when it has looked in vain for so long."""
     running = {0: os.getpid(), 1: os.getpid()}
     assert watch.look(running) is None
-    for pulse in watch.pulses:
+    for pulse in watch.pulses.values():
         pulse.waited += seconds
     return watch.look(running)
 
 
 def test_limits_are_learned_and_first_steps_are_not(watch: Watch) -> None:
     one, two = hearts(watch)
+    assert late(watch, 0.0) is None
     for step in range(4):
         for heart in (one, two):
             heart.step(step, 2 * step, free=False)

@@ -190,6 +190,7 @@ def test_mistakes(tmp_path: Path, overrides: list[str], message: str) -> None:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`drumline train` against a server that shows the looks; returns the exit code and the server."""
     monkeypatch.setattr(follow, "LOOK_SECONDS", 0.01)
+    monkeypatch.chdir(tmp_path)
 
     def train_against(looks: list[Look] | None = None, dry_run: bool = False, changes: dict[str, Any] | None = None, **options: Any) -> Any:
         with serving(tmp_path, looks, **options) as (api, kubeconfig):

@@ -175,3 +175,15 @@ def test_several_hosts_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EnvironmentFault, match="no program 'no-such-srun'"):
         tasks.become(["no-such-srun"])
+
+
+def test_a_heterogeneous_job_is_refused_by_its_first_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, JOB, {"SLURM_HET_SIZE": "2"})
+    with pytest.raises(EnvironmentFault, match="this job is heterogeneous"):
+        step_of_allocation()
+    given(monkeypatch, STEP, {**TASK, "SLURM_PROCID": "0"})
+    with pytest.raises(EnvironmentFault, match="this job is heterogeneous"):
+        join_tasks()
+    given(monkeypatch, TASK)
+    with pytest.raises(SystemExit, match="2"):
+        join_tasks()

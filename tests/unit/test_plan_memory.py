@@ -285,6 +285,17 @@ def test_host_memory() -> None:
     assert native.save - at_once.save == pytest.approx(12 * FACTS.parameters, rel=1e-3)
 
 
+@pytest.mark.parametrize(("ranks", "share"), [(8, 1.0), (16, 1.0), (32, 0.5)])
+def test_checkpoints_in_memory_are_counted(ranks: int, share: float) -> None:
+    """Two of them: of one host all, of several this host's part and its neighbour's."""
+    on_disk, in_memory = (
+        host_memory(layout({"kind": "fsdp2"}, ranks, checkpoint={"in_memory_every": every}), FACTS, CLUSTER, 0) for every in (None, 10)
+    )
+    two = 2 * 12 * FACTS.parameters * share
+    assert in_memory.train - on_disk.train == pytest.approx(two, rel=1e-3) == in_memory.save - on_disk.save
+    assert in_memory.load - on_disk.load == pytest.approx(two / 2, rel=1e-3) and in_memory.export == on_disk.export
+
+
 ROLES: dict[str, dict[str, Any]] = {
     "dpo, live": {"algorithm": {"kind": "dpo", "reference": "live"}},
     "dpo, live, bf16": {"algorithm": {"kind": "dpo", "reference": "live"}, "precision": "bf16"},

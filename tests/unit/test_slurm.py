@@ -54,6 +54,12 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--no-requeue" in bare and "--resume" not in bare and "partition" not in bare
 
 
+@pytest.mark.parametrize("kind", [{}, {"kind": "slurm"}, {"kind": "ray"}, {"kind": "kubernetes", "image": "x"}], ids=str)
+def test_hosts_come_and_go_under_ssh_alone(kind: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"launch: nodes: \{min, max\} is for launch.kind: ssh"):
+        load_values({**DATA, "launch": {**kind, "nodes": {"min": 1, "max": 2}}}, [])
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -112,10 +112,10 @@ class Cluster:
             if event.involved_object.name == name or str(event.involved_object.name).startswith(f"{name}-"):
                 yield event
 
-    def log(self, pod: str) -> Iterator[bytes]:
-        """What a pod prints, from its beginning, as it comes; to its end."""
+    def log(self, pod: str, follow: bool = True) -> Iterator[bytes]:
+        """What a pod prints, from its beginning, as it comes; to its end, or as far as it is."""
         with _faults():
-            answer = self.core.read_namespaced_pod_log(pod, self.namespace, container=CONTAINER, follow=True, _preload_content=False)
+            answer = self.core.read_namespaced_pod_log(pod, self.namespace, container=CONTAINER, follow=follow, _preload_content=False)
             yield from answer.stream(decode_content=True)
 
     def _of(self, api: str) -> tuple[str, str, str, str]:

@@ -16,6 +16,7 @@ from drumline.launchers.kubernetes.cluster import GONE, Cluster, Refused, Unreac
 LOOK_SECONDS = 2.0
 PATIENCE_SECONDS = 600.0  # for an API server that does not answer; the run goes on meanwhile
 LOG_SECONDS = 10.0  # for the rest of a log, after the end
+LEFT = 130  # the exit code after Ctrl-C, as shells have it
 INDEX = "batch.kubernetes.io/job-completion-index"
 # What a container waits for that does not come by itself.
 STUCK = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError", "CreateContainerError", "RunContainerError")
@@ -31,12 +32,16 @@ class Follower:
         self.codes: dict[str, tuple[str, int, str]] = {}  # pod → when its container ended, exit code, node
         self.logs: dict[str, threading.Thread] = {}
 
-    def until_end(self) -> int:
+    def until_end(self, leaves: bool = False, stop: bool = False) -> int:
+        """Returns the exit code. `leaves`: a signal ends this display alone; `stop`: remove it at once."""
         with LauncherSignals() as signals:
             stopping, silent = False, 0.0
             while True:
+                if signals.number and leaves:
+                    self._say("it goes on")
+                    return LEFT
                 try:
-                    if signals.number and not stopping:
+                    if (signals.number or stop) and not stopping:
                         stopping = True
                         self._say("asked to stop: the pods save, and end")
                         self.cluster.delete(self.api, self.name)
@@ -138,7 +143,12 @@ class Follower:
 
 def _first(pod: Any) -> bool:
     """Whether rank 0 is in it."""
-    return ({**(pod.metadata.annotations or {}), **(pod.metadata.labels or {})}).get(INDEX, "0") == "0"
+    return index_of(pod) == "0"
+
+
+def index_of(pod: Any) -> str:
+    """Its number among the pods of the run."""
+    return str({**(pod.metadata.annotations or {}), **(pod.metadata.labels or {})}.get(INDEX, "0"))
 
 
 def faults(pod: Any) -> Iterator[str]:

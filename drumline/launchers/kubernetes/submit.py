@@ -13,12 +13,11 @@ from drumline.core.load import Request
 from drumline.core.redact import OURS, REFERENCE
 from drumline.core.yaml_lines import write_yaml
 from drumline.errors import ConfigError, EnvironmentFault
-from drumline.launchers.kubernetes.manifest import APIS, Submission
+from drumline.launchers.kubernetes.manifest import Submission
 
 if TYPE_CHECKING:
     from drumline.launchers.kubernetes.spec import KubernetesLauncher
 
-EXPERIMENTAL = "note: launch.kind kubernetes is experimental: its tests know the API's requests and answers, but have no cluster"
 LOADED = ("chat_template", "calibration")  # files that `core.load` finds; code (path.py:Name) is found by the registry
 LONGEST_NAME = 36  # characters; 63 are left for what the operators append
 
@@ -38,16 +37,14 @@ def submit(launch: KubernetesLauncher, request: Request, dry_run: bool) -> int:
                 print(f"note: a TrainJob, if the cluster has Kubeflow's operator; {fault.line()}", file=sys.stderr)
         print("---\n".join(write_yaml(each) for each in submission.objects(workload)), end="")
         return 0
+    from drumline.launchers.kubernetes.runs import EXPERIMENTAL, Submitted
+
     print(EXPERIMENTAL, file=sys.stderr)
     cluster = Cluster.connect(launch)
     workload = cluster.workload()
-    uid = cluster.create(submission.objects(workload))
-    print(f"submitted {workload} {submission.name} in namespace {launch.namespace}", file=sys.stderr)
-    if launch.detach:
-        return 0
-    from drumline.launchers.kubernetes.follow import Follower
-
-    return Follower(cluster, APIS[workload], submission.name, uid).until_end()
+    made = Submitted(launch, workload, submission.name, cluster.create(submission.objects(workload)))
+    made.note()
+    return 0 if launch.detach else made.follower().until_end()
 
 
 def submission_of(launch: KubernetesLauncher, request: Request) -> Submission:

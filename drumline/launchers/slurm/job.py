@@ -65,6 +65,8 @@ class StepRanks:
                 # To the tasks alone: this script's own process is in another step.
                 forwarded, until = _signal_steps(signal.Signals(signals.number).name), now + self.options.grace_seconds
             codes = {found["exitcode"] for found in _notes(logs)} - {0}
+            if any("hang" in (read_error(path) or {}) for path in logs.glob("rank-*.json")):
+                codes.add(-signal.SIGKILL)  # by its watcher; it may sleep in the kernel, and not die of it
             if codes and until is None:
                 until = now + (0 if min(codes) < 0 else self.options.grace_seconds if codes & {*TOGETHER} else SETTLE_SECONDS)
             if (until is not None and now > until) or (signals.at_once and not killed):
@@ -98,6 +100,8 @@ def _notes(logs: Path) -> list[dict[str, Any]]:
 
 def _end(rank: int, logs: Path, killed: bool, stopped_by: int) -> RankEnd:
     error, log = read_error(logs / f"rank-{rank}.json"), logs / f"rank-{rank}.log"
+    if error is not None and "hang" in error:
+        return RankEnd(rank, error["exit_code"], error, log, killed=True, at=error["time"], host=error["host"])
     try:
         noted = json.loads((logs / f"rank-{rank}.end").read_text())
         return RankEnd(rank, noted["exitcode"], error, log, at=noted["time"], host=noted["host"], kills=tuple(noted["kills"]))
@@ -128,11 +132,25 @@ def run(plan: Plan, plan_path: Path, resume: str | None, on_oom: OnOutOfMemory, 
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
         resume = newest_or(resume, run_dir)
     with Lease(run_dir):
+        _preflight(plan, run_dir)
         code = launch(plan, plan_path, resume, lambda event: None, worker=worker, on_oom=on_oom, ranks=ranks)
     if code == 75 and options.requeue and _requeued(ranks.signal, furthest_step(run_dir) > max(before, 0)):
         return code
     note_end(run_dir, code)
     return code
+
+
+def _preflight(plan: Plan, run_dir: Path) -> None:
+    """Raises EnvironmentFault, which is then noted as the end of the job."""
+    options = plan.config.launch
+    if isinstance(options, SlurmLauncher) and options.preflight and options.nodes > 1:
+        from drumline.launchers.preflight import require
+
+        try:
+            require(options.reach(), plan)
+        except EnvironmentFault as fault:
+            note_end(run_dir, fault.exit_code)
+            raise
 
 
 def _requeued(stopped_by: int, progressed: bool) -> bool:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
 from drumline.core.cluster import MOST_NODES
-from drumline.core.launcher import LauncherSpec, Replans
+from drumline.core.launcher import LauncherSpec, Reached, Replans
 from drumline.core.plan import Plan
+from drumline.core.process import run_command
 from drumline.errors import EnvironmentFault
 from drumline.hardware.detect import Device, Machine, detect
+from drumline.launchers.tasks import address, expand, tasks_of_nodes
 
 if TYPE_CHECKING:
     from drumline.core.config import Config
@@ -80,6 +85,9 @@ class SlurmLauncher(LauncherSpec):
         (), description="More options of sbatch, a line of the script each, such as --exclusive or --mem=0."
     )
     requeue: bool = Field(True, description="Save and go back into the queue before the time limit, and after preemption.")
+    preflight: bool = Field(
+        True, description="Before a job of several nodes begins: compare versions, names, ports, clocks and disks, and make one all-reduce."
+    )
     detach: bool = Field(False, description="Submit, and do not wait for the end.")
 
     @property
@@ -117,6 +125,12 @@ class SlurmLauncher(LauncherSpec):
         require_no_job(plan_path.parent)
         return nullcontext()
 
+    def reach(self) -> Mapping[str, Reached]:
+        """In a job its nodes, by a step of srun each."""
+        nodes = expand(os.environ.get("SLURM_JOB_NODELIST", "")) if "SLURM_JOB_ID" in os.environ else []
+        cores = tasks_of_nodes(os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+        return {node: Reached(address(node), partial(_run, node, count)) for node, count in zip(nodes, cores, strict=True)}
+
     def require(self) -> None:
         if shutil.which("sbatch") is None:
             raise EnvironmentFault("there is no sbatch on this host", where="launch.kind", fix="submit from a login host of the cluster")
@@ -131,3 +145,11 @@ class SlurmLauncher(LauncherSpec):
 
         job = submit(self, plan_path, resume)
         return 0 if self.detach else follow(plan_path.parent, job, on_event)
+
+
+def _run(node: str, cores: int, module: str, question: str, seconds: float) -> tuple[int | None, str, str]:
+    place = [f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--cpus-per-task={cores}"]
+    try:
+        return run_command(["srun", *place, "--mpi=none", "--unbuffered", sys.executable, "-m", module], question, seconds)
+    except OSError as error:
+        return 1, "", f"srun: {error.strerror}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -37,6 +37,7 @@ class NodesConfig(Section):
 class SSHLauncher(HostsLauncher):
     """Hosts that ssh reaches without a password, with the same folders and packages on each."""
 
+    elastic: ClassVar[bool] = True
     kind: Literal["ssh"] = "ssh"
     hosts: Annotated[tuple[Annotated[str, AfterValidator(_host)], ...], Field(min_length=1, max_length=4096)] = Field(
         description="The hosts, each perhaps with its number of devices: [a, b:8]; without one: nproc, or what the host has."
@@ -94,11 +95,11 @@ class SSHLauncher(HostsLauncher):
         return submission(self, plan, plan_path, resume)
 
     def compare(self, plan: Plan, early: Hosts) -> None:
-        from drumline.launchers.ssh.start import preflight_of
+        from drumline.launchers.preflight import require
 
         super().compare(plan, early)
         if self.preflight and len(self.hosts) > 1:
-            preflight_of(self, plan)
+            require(self.reach(), plan)
 
     def reach(self) -> Mapping[str, Reached]:
         from drumline.launchers.ssh.start import reach

@@ -18,7 +18,7 @@ from drumline.core.plan import Plan
 from drumline.core.process import Helper, exit_code, run_command, tied
 from drumline.core.redact import redact
 from drumline.errors import EnvironmentFault
-from drumline.hardware.detect import Machine, detect
+from drumline.hardware.detect import Machine
 from drumline.launchers import lease
 from drumline.launchers.hosts.coordinator import AGENT, LEAVE_SECONDS, Hosts
 from drumline.launchers.hosts.elastic import ElasticHosts
@@ -185,17 +185,6 @@ def _own_address(spec: SSHLauncher, peers: list[str]) -> str:
         raise EnvironmentFault(what, where="launch.hosts", fix="set launch.interface to the one that all of them reach")
     own = next((each for each in peers if is_here(each) and not is_loopback(each)), "127.0.0.1")
     return str(next(iter(sources), own))
-
-
-def preflight_of(spec: SSHLauncher, plan: Plan) -> None:
-    """`launch.preflight`. Raises EnvironmentFault with the first check that failed."""
-    from drumline.doctor.host import Question
-    from drumline.doctor.hosts import preflight
-
-    question = Question(run_dir=str(Path(plan.run_dir).absolute()), interface=spec.interface)
-    inter = plan.config.cluster.inter if plan.config.cluster else ""
-    for line in preflight(reach(spec), question, detect(), inter):
-        print(f"note: {line}", file=sys.stderr)
 
 
 def submission(spec: SSHLauncher, plan: Plan, plan_path: Path, resume: str | None) -> str:

@@ -250,11 +250,13 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
     own = layout.strategy.host(layout, facts, state.device if layout.device == "cpu" else state.host)
     weights = FULL * facts.parameters
     kept = (FULL * (1 + layout.config.optimizer.slots) + layout.strategy.outer_bytes()) * facts.trainable
-    saved = own.copies * -(-kept // layout.mesh.world_size)
+    world, copies = layout.mesh.world_size, layout.config.checkpoint.memory_copies
+    saved = own.copies * -(-kept // world)
+    in_memory = copies * kept * min(world, 2 * ranks) // world  # /dev/shm has this host's part, and the one of its neighbour
     return HostMemory(
-        load=ranks * (own.load + PROCESS) + min(WINDOW, weights),
-        train=ranks * ((peak if layout.device == "cpu" else own.between) + PROCESS),
-        save=ranks * (own.between + PROCESS + saved),
+        load=ranks * (own.load + PROCESS) + min(WINDOW, weights) + in_memory // 2,
+        train=ranks * ((peak if layout.device == "cpu" else own.between) + PROCESS) + in_memory,
+        save=ranks * (own.between + PROCESS + saved) + in_memory,
         # Rank 0 builds the whole model in fp32, adapters merged.
         export=0 if layout.config.checkpoint.export == "none" else ranks * (own.export + PROCESS) + weights,
     )
