@@ -35,14 +35,6 @@ def is_vision_language(config: Any) -> bool:
     return config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and getattr(config, "vision_config", None) is not None
 
 
-def of_images_alone(model_type: str) -> bool:
-    """Whether models of this type classify images and generate no text."""
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
-
-    config = CONFIG_MAPPING[model_type]
-    return config in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING and config not in MODEL_FOR_CAUSAL_LM_MAPPING
-
-
 def with_classes(config: Any, head: Head, labels: tuple[str, ...]) -> Any:
     """The config, with the number and names of the head's logits set; a score is one logit without a name."""
     # By this key of transformers `ends_in_classes` recognises a built model.

@@ -25,7 +25,7 @@ from drumline.models.freeze import freeze
 from drumline.models.rendering import MOST_SOURCE, limit
 from drumline.models.router import trains_router
 from drumline.models.scores import first_position, is_bidirectional, score_head, with_head
-from drumline.models.shapes import full_config
+from drumline.models.shapes import check_length, full_config
 
 T = TypeVar("T")
 # Config keys for the soft-capping and scaling of logits: Gemma 2, Cohere, Granite. `models.head.can_split` tries the model itself.
@@ -275,15 +275,7 @@ def check_fits(config: Any, tokenizer: Any, max_length: int, where: str = "model
     if len(tokenizer) > text.vocab_size:
         what = f"the tokenizer has {len(tokenizer)} tokens but the embedding only {text.vocab_size} rows"
         raise ModelError(what, where=where, fix="use the model's own tokenizer, or a model with a larger vocabulary")
-    check_length(text, max_length)
-
-
-def check_length(text: Any, max_length: int) -> None:
-    """Raises ModelError if `max_length` exceeds the model's positions. `text`: the config of the part that reads text."""
-    positions = getattr(text, "max_position_embeddings", None)
-    if positions is not None and max_length > positions:
-        what = f"sequences of {max_length} tokens are longer than the model's {positions} positions"
-        raise ModelError(what, where="data.max_length", fix=f"at most {positions}")
+    check_length(getattr(text, "max_position_embeddings", None), max_length)
 
 
 def hub_options(path: str, model: ModelConfig) -> dict[str, Any]:

@@ -160,6 +160,7 @@ KNOWN: dict[str, Known] = {
     "deepseek-v3": Known("deepseek-ai/DeepSeek-V3-Base", {"model_type": "deepseek_v3", "max_position_embeddings": 163840}),
     "resnet-50": Known("microsoft/resnet-50", {"model_type": "resnet"}),
 }
+OF_IMAGES = ("resnet",)  # of the model_types above, those of models that classify images and generate no text
 # The part of a name that describes the tuning or packing of the weights, not their shapes.
 _TUNED = re.compile(r"(-(instruct|base|chat|it|pt|hf|text|inst|sft|dpo|v\d[\d.]*|\d{4}))+$")
 
@@ -226,3 +227,10 @@ def unknown(name: str, reason: str) -> ModelError:
     fix = (f"did you mean {' or '.join(guesses)}? Or " if guesses else "") + "write it out:"
     shape = "model.shape={layers: 32, hidden: 4096, heads: 32, kv_heads: 8, intermediate: 14336, vocabulary: 128256}"
     return ModelError(f"no shape is known of this model: {reason}", where=f"model {name}", fix=f"{fix} {shape}")
+
+
+def check_length(positions: int | None, max_length: int) -> None:
+    """Raises ModelError if `max_length` exceeds the model's positions; None: it has no end of its own."""
+    if positions is not None and max_length > positions:
+        what = f"sequences of {max_length} tokens are longer than the model's {positions} positions"
+        raise ModelError(what, where="data.max_length", fix=f"at most {positions}")

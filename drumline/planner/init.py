@@ -110,7 +110,7 @@ def _interview(answers: Answers, path: Path, console: Console) -> Config:
                 more = replace(answers, **_parsed(field, typed))
                 config = _config(more, path)
                 if field == "model":
-                    find_model(config.model, lambda *_: None)
+                    _ = find_model(config.model, lambda *_: None).hf_config  # a wrong value in it is a wrong answer
                 answers = more
             except UserError as error:
                 if not sys.stdin.isatty():

@@ -22,9 +22,9 @@ from drumline.errors import ConfigError, DataError, ModelError, UserError
 from drumline.hardware.cluster import Cluster, calibration_for
 from drumline.hardware.detect import detect
 from drumline.models import shapes
-from drumline.models.classes import of_images_alone
 from drumline.planner.cluster import cluster_of
 from drumline.planner.search.answer import Question
+from drumline.planner.sizes import Found, sizes_of
 from drumline.report.bars import OnProgress
 
 OVERRIDE = re.compile(r"[\w.]+=")
@@ -86,7 +86,7 @@ def load_with_flags(config: str | Path | Mapping[str, Any] | None, overrides: li
     made = flags.overrides()
     if config is None:
         known = shapes.find(flags.model or "")
-        if known is not None and of_images_alone(known.values["model_type"]):
+        if known is not None and known.values["model_type"] in shapes.OF_IMAGES:
             made = {IMAGES: f"--model {flags.model}", **made}  # a later override of the algorithm goes before it
         if not any(override.startswith("model") for override in [*made, *overrides]):
             fix = "name a YAML, or a model and the devices: drumline plan --model llama-3.1-8b --cluster 4x4090 --length 4096"
@@ -106,27 +106,12 @@ class PlanRequest:
     policy: Found
 
 
-@dataclass(frozen=True)
-class Found:
-    """A model's Hugging Face config. `model`: as it is to be loaded; `path`: where its files are, None where only its shape is known;
-    `how`: a note for the user."""
-
-    hf_config: Any
-    model: ModelConfig
-    path: str | None
-    how: str = ""
-
-
 def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
     """The question of a config. Raises ModelError for a model of unknown shape, and what the config's own mistakes raise."""
-    from drumline.models.load import check_length
-
     config = loaded.config
     policy = find_model(config.model, on_progress)
     notes = [f"model: {policy.how}"] if policy.how else []
-    if not config.images_alone:
-        check_length(policy.hf_config.get_text_config(), config.data.max_length)
-    data = _data(config, policy, loaded.base_dir, notes)
+    data = _data(config, policy, loaded, notes)
     roles = roles_of(config, policy, lambda model: find_model(model, on_progress))
     # The devices that the YAML describes, or those of this machine that a run would use.
     machine, described = detect(), config.cluster
@@ -135,6 +120,8 @@ def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
     processes = config.launch.nproc or max(1, len(machine.devices))
     cluster = cluster_of(described, machine, processes, calibration_for(machine))
     question = assemble(config, policy, roles, data, cluster, may_install=not cluster.found)
+    if not config.images_alone:
+        shapes.check_length(question.facts.max_positions, config.data.max_length)
     return PlanRequest(question, (*notes, *cluster.notes), policy)
 
 
@@ -150,20 +137,14 @@ def assemble(
 ) -> Question:
     """The question of `plan`, of `train` and of a new plan after memory ran out: sizes of the policy and of `roles` are
     counted on the meta device. `processes`: see Question; `may_install`: DeepSpeed is on another machine, or will be."""
-    from drumline.models.classes import with_classes
-    from drumline.models.load import facts, load_config
-
     length = config.data.max_length
-    sizes = {
-        name: facts(with_classes(load_config(role.model_path, role.model), role.head, ()), length, head=role.head)
-        for name, role in roles.items()
-    }
+    sizes = {name: sizes_of(Found(role.model, role.model_path), length, role.head) for name, role in roles.items()}
     if config.images_alone:
         from drumline.models.vision import image_side
 
         length = image_side(config, policy.path, policy.hf_config)
     labels = data.labels if data else tuple(getattr(config.algorithm, "labels", None) or ())
-    own = facts(with_classes(policy.hf_config, config.head, labels), length, config.adapter, config.head, config.model.freeze)
+    own = sizes_of(policy, length, config.head, labels, config.adapter, config.model.freeze)
     deepspeed = may_install or importlib.util.find_spec("deepspeed") is not None
     return Question(config, cluster, replace(own, roles=sizes), data, roles, processes, deepspeed)
 
@@ -186,13 +167,12 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
     from huggingface_hub.errors import HFValidationError
 
     from drumline.models.files import PREFIX, resolve
-    from drumline.models.load import load_config
 
     if model.builder is not None:
         what = "what a module of your own computes is known to itself alone: nothing can be planned for it"
         raise ModelError(what, where="model.kind", fix="name a strategy and train")
     if (name := model.id) is None:
-        return Found(load_config(None, model), model, None)
+        return Found(model, None)
     if name in entry_points("models"):
         fix = f"write model: {{kind: {name}}} and algorithm: {{kind: python}} into a YAML, name a strategy and train"
         raise ModelError(f"{name} is a function of {package_of(entry_points('models')[name])}, of which nothing can be planned", fix=fix)
@@ -205,28 +185,27 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
             if weights or local:
                 raise
             raise shapes.unknown(name, error.what) from None
-        return Found(load_config(path, model), model, path)
+        return Found(model, path)
     try:
         cached = try_to_load_from_cache(shapes.hub_id(name), "config.json", revision=model.revision)
     except HFValidationError:  # the hub has no such names
         cached = None
     if isinstance(cached, str):
-        folder = str(Path(cached).parent)
-        return Found(load_config(folder, model), model, folder)
-    shaped = shapes.with_config(known, model)
-    return Found(load_config(None, shaped), shaped, None, f"{name} is not on this machine; its shape is known")
+        return Found(model, str(Path(cached).parent))
+    return Found(shapes.with_config(known, model), None, f"{name} is not on this machine; its shape is known")
 
 
-def _data(config: Config, policy: Found, base: Path, notes: list[str]) -> DataPlan | None:
+def _data(config: Config, policy: Found, loaded: Loaded, notes: list[str]) -> DataPlan | None:
     """The prepared data; None where there is none yet: the planner then takes rows to be as long as they may be."""
-    from drumline.data.prepare import cached
+    by_flags = loaded.path == Path(FLAGS) and config.data.train == load_text(WITHOUT_DATA, [], FLAGS).data.train
+    if by_flags or (policy.path is None and config.model.tokenizer is None):
+        return None
+    from drumline.data.prepare import cached  # which imports torch
     from drumline.models.vision import vision_of
 
-    if policy.path is None and config.model.tokenizer is None:
-        return None
     try:
         vision = vision_of(config, policy.path, policy.hf_config)
-        return cached(config, config.model.tokenizer or policy.path or "", base, vision)
+        return cached(config, config.model.tokenizer or policy.path or "", loaded.base_dir, vision)
     except (DataError, ModelError) as error:
         notes.append(f"data: {error.what}")
         return None

@@ -20,7 +20,6 @@ from drumline.core.strategy import StrategySpec
 from drumline.errors import PlanError
 from drumline.hardware.detect import Machine, detect
 from drumline.launchers.local import furthest_step
-from drumline.models import load as models
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
 from drumline.planner.question import Found, assemble
@@ -51,7 +50,7 @@ def question(plan: Plan, ranks: int | None = None) -> Question:
     """What the planner knew when it made a plan, found out again: sizes from the model's config, this machine. `ranks`: in the place of
     the plan's."""
     model = plan.config.model
-    policy = Found(models.load_config(plan.model_path, model), model, plan.model_path)
+    policy = Found(model, plan.model_path)
     cluster, _ = cluster_here(
         plan.config,
         machine_of(plan),

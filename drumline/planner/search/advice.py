@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 
 from drumline.core.algorithm import AlgorithmSpec, ChunkedSpec
@@ -164,15 +164,21 @@ def _by_family(question: Question, most: Callable[[Sequence[StrategySpec]], Most
 
 
 def _most(make: Callable[[int], Question], family: Sequence[StrategySpec], first: int, last: int, step: int) -> Most | None:
-    """The largest number with which a family fits; None where no number does."""
-    number = _largest(lambda n: fits(make(n), family), first, last, step)
-    found = () if number is None else search(make(number), family).ranked
-    return Most(number, found[0]) if number is not None and found else None
+    """The largest number with which a family fits; None where no number does. A strategy that does not fit more than those before it is
+    asked once."""
+    make, best, number = cache(make), tuple[StrategySpec, ...](), first - step
+    for strategy in family:
+        more = _largest(lambda n, one=strategy: fits(make(n), [one]), number + step, last, step)  # type: ignore[misc]
+        number, best = (number, best) if more is None else (more, (strategy,))
+    found = search(make(number), best).ranked if best else ()
+    return Most(number, found[0]) if found else None
 
 
 def _largest(good: Callable[[int], bool], first: int, last: int, step: int) -> int | None:
     """The largest of first, first + step, … up to last that is good, where what is smaller than a good one is good; None without one."""
     numbers = range(first, last + 1, step)
+    if not numbers or not good(first):
+        return None
     good_ones = bisect_left(numbers, True, key=lambda number: not good(number))
     return numbers[good_ones - 1] if good_ones else None
 

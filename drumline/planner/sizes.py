@@ -1,0 +1,113 @@
+"""A model that was found, and its sizes: counted on the meta device once, then read from disk, so that a second plan imports neither torch
+nor transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+import drumline
+from drumline.core.config import Adapter
+from drumline.core.facts import ModelFacts, with_length
+from drumline.core.files import write_whole
+from drumline.core.model import Head, ModelConfig
+from drumline.errors import ModelError
+from drumline.foreign import read_text
+from drumline.hardware.detect import cache_dir
+
+PACKAGE = Path(drumline.__file__).parent
+COUNTED_BY = ("core/facts.py", "models/*.py")  # whose code decides the sizes
+
+
+@dataclass(frozen=True)
+class Found:
+    """`model`: as it is to be loaded; `path`: where its files are, None where only its shape is known; `how`: a note for the user."""
+
+    model: ModelConfig
+    path: str | None
+    how: str = ""
+
+    @cached_property
+    def hf_config(self) -> Any:
+        """transformers' config, whose import takes seconds. Raises ModelError."""
+        from drumline.models.load import load_config
+
+        return load_config(self.path, self.model)
+
+
+def sizes_of(
+    found: Found, length: int, head: Head, labels: Sequence[str] = (), adapter: Adapter | None = None, frozen: Sequence[str] = ()
+) -> ModelFacts:
+    """`models.load.facts` of a model, kept on disk by all that they depend on. `length`: tokens of a row, of images their side. What is
+    damaged there, or of other versions, is counted anew. Raises ModelError."""
+    key = _key(found, head, [labels, frozen, adapter and adapter.model_dump(mode="json")])
+    stored = cache_dir() / "facts" / f"{key}.json"
+    if key is not None:
+        with suppress(OSError, ValueError):
+            old, kept = _read(stored.read_text())
+            return kept if old == length else with_length(kept, old, length)
+    from drumline.models.classes import with_classes
+    from drumline.models.load import facts
+
+    made = facts(with_classes(found.hf_config, head, tuple(labels)), length, adapter, head, frozen)
+    if key is not None:
+        with suppress(OSError):
+            stored.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(stored, _text(made, length), shared=True)
+    return made
+
+
+def _key(found: Found, head: Head, how: list[Any]) -> str | None:
+    """None for what is not kept: a model with code of its own, one whose config.json is not here, and images, whose FLOPs depend on their
+    side in ways of their own."""
+    if found.model.trust_remote_code or head == "image":
+        return None
+    config = ""
+    if found.path is not None:
+        if not (file := Path(found.path) / "config.json").is_file():
+            return None
+        config = read_text(file, ModelError)
+    sources = sorted(file for pattern in COUNTED_BY for file in PACKAGE.glob(pattern))
+    code = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
+    versions = [drumline.__version__, code, *map(_version, ("torch", "transformers", "peft"))]
+    model = found.model.model_dump(mode="json", exclude={"id", "revision", "tokenizer", "chat_template", "freeze"})
+    made = [versions, config, model, head, how]
+    return hashlib.sha256(json.dumps(made, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _text(facts: ModelFacts, length: int) -> str:
+    """A line with the digest of the rest, and the length, the number of each block's kind, and the sizes with one block of each kind."""
+    kinds = list(dict.fromkeys(facts.block_weights))
+    blocks = [kinds.index(block) for block in facts.block_weights]
+    body = json.dumps([length, blocks, _adapter().dump_python(replace(facts, block_weights=tuple(kinds)), mode="json")])
+    return f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}\n"
+
+
+def _read(text: str) -> tuple[int, ModelFacts]:
+    """What `_text` wrote; equal blocks share one tuple. Raises ValueError for anything else."""
+    digest, _, body = text.rstrip("\n").partition("\n")
+    if hashlib.sha256(body.encode()).hexdigest() != digest:
+        raise ValueError("damaged")
+    length, blocks, values = json.loads(body)
+    facts = _adapter().validate_python(values)
+    return length, replace(facts, block_weights=tuple(facts.block_weights[kind] for kind in blocks))
+
+
+def _adapter() -> TypeAdapter[ModelFacts]:
+    return TypeAdapter(ModelFacts)

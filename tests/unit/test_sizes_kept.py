@@ -1,0 +1,89 @@
+"""Sizes of models are kept on disk: a second plan imports neither torch nor transformers, and damage is counted anew."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import transformers
+
+from drumline.core.config import LoRAConfig
+from drumline.core.facts import ModelFacts
+from drumline.core.model import ModelConfig
+from drumline.models import shapes
+from drumline.models.load import facts, load_config
+from drumline.planner.sizes import Found, sizes_of
+from tests.harness import ROOT
+
+SMALL = {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
+SECOND = """
+import sys
+from drumline.cli import main
+try:
+    main(["plan", "--model", "smollm2-135m", "--cluster", "4x4090", "--length", sys.argv[1]])
+finally:
+    print("imported:", sorted({"torch", "transformers"} & set(sys.modules)))
+"""
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "drumline" / "facts"
+
+
+def counted(found: Found, length: int = 96, **how: object) -> ModelFacts:
+    return facts(load_config(found.path, found.model), length, **how)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_second_plan_imports_neither_torch_nor_transformers(kept: Path, run) -> None:  # type: ignore[no-untyped-def]
+    assert run("plan", "--model", "smollm2-135m", "--cluster", "4x4090", "--length", "512")[0] == 0
+    command = [sys.executable, "-c", SECOND, "1024"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=120)
+    assert "imported: []" in done.stdout and "tokens/s" in done.stdout, done.stderr
+
+
+def test_what_is_kept_is_what_was_counted(kept: Path) -> None:
+    found = Found(ModelConfig(config=SMALL), None)
+    for adapter in (None, LoRAConfig(r=4)):
+        made = sizes_of(found, 96, "lm", adapter=adapter)
+        again = sizes_of(found, 96, "lm", adapter=adapter)
+        assert made is not again and made == again == counted(found, adapter=adapter)
+        assert again.block_weights[0] is again.block_weights[2]
+        assert sizes_of(found, 160, "lm", adapter=adapter) == counted(found, 160, adapter=adapter)
+    assert len(list(kept.iterdir())) == 2
+
+
+def test_other_content_is_counted_anew_and_damage_too(kept: Path, model: Path) -> None:
+    found = Found(ModelConfig(id=str(model)), str(model))
+    first = sizes_of(found, 96, "lm")
+    (file,) = kept.iterdir()
+    whole = file.read_text()
+    for damaged in ("", whole[: len(whole) // 2], whole.replace("96", "97", 1), "[]", "\x00" * 100):
+        file.write_text(damaged)
+        assert sizes_of(found, 96, "lm") == first and file.read_text() == whole
+    config = model / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": ', '"vocab_size": 1'))
+    assert sizes_of(Found(found.model, found.path), 96, "lm").vocab_size != first.vocab_size and len(list(kept.iterdir())) == 2
+
+
+def test_nothing_of_the_sizes_is_lost(kept: Path) -> None:
+    """A field that JSON would change would come back as another one."""
+    found = Found(ModelConfig(config={"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4}), None)
+    made, again = sizes_of(found, 64, "lm"), sizes_of(found, 64, "lm")
+    assert all(type(getattr(made, f.name)) is type(getattr(again, f.name)) for f in fields(ModelFacts)) and made == again
+
+
+def test_known_shapes_of_images_alone() -> None:
+    def of_images(kind: str) -> bool:
+        config = transformers.CONFIG_MAPPING[kind]
+        generates = config in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        return config in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING and not generates
+
+    kinds = {known.values["model_type"] for known in shapes.KNOWN.values()}
+    assert {kind for kind in kinds if of_images(kind)} == set(shapes.OF_IMAGES)
