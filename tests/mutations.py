@@ -137,6 +137,16 @@ MUTATIONS = [
         ("tests/unit/test_launch_lease.py",),
     ),
     Mutation(
+        "a host votes twice in a term", "launchers/hosts/vote.py",
+        "self.free and term > self.promised", "self.free and term >= self.promised",
+        ("tests/unit/test_launch_takeover.py::test_a_majority_makes_one_launcher_and_no_second_one_in_its_term",),
+    ),
+    Mutation(
+        "a run that has ended is taken over", "launchers/lease.py",
+        'if self.after not in (None, _token(seen or b"")):', 'if seen and self.after not in (None, _token(seen)):',
+        ("tests/unit/test_launch_takeover.py::test_the_lease_of_a_dead_launcher_goes_to_one_heir",),
+    ),
+    Mutation(
         "a secret is written down", "core/redact.py",
         "text = text.replace(value, REDACTED)", "pass",
         ("tests/unit/test_report_events.py::test_secrets_are_nowhere_in_a_text",),

@@ -47,7 +47,7 @@ def wait_for_end(found: list[Host], run: Path) -> None:
     assert not (run / "run.lock").exists()
 
 
-def test_the_launcher_s_host_dies_and_comes_back(four: dict[str, Host], tmp_path: Path) -> None:
+def test_the_launcher_s_host_dies_and_comes_back_and_the_next_one_dies(four: dict[str, Host], tmp_path: Path) -> None:
     path, run = config(tmp_path, four["a"].ssh_config), tmp_path / "run"
     (tmp_path / "slow").touch()
     process = four["a"].start(*TRAIN, path)
@@ -61,14 +61,21 @@ def test_the_launcher_s_host_dies_and_comes_back(four: dict[str, Host], tmp_path
     four["a"].boot()
     await_sshd(four["a"])
     again = wait_for(run, "save", 0, after=time.time())
-    assert wait_for(run, "run_start", 0, after=again["t"])["world_size"] == 4
+    grown = wait_for(run, "run_start", 0, after=again["t"])
+    assert grown["world_size"] == 4
+    wait_for(run, "step", 0, after=grown["t"])
+    four[taken["host"]].die()
+    second = wait_for(run, "takeover", 0, after=grown["t"])
+    assert second["from"] == taken["host"] != second["host"]
+    assert wait_for(run, "run_start", 0, after=second["t"])["world_size"] == 3
+    left = [host for host in four.values() if not host.dead]
     hexes = r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])"  # the secret of the agents, which the new launcher has, too
-    for host in four.values():
+    for host in left:
         assert not re.search(hexes, host.run("sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null || true"))
     assert not [path for path in (*run.glob("run.lock*"), *run.glob("logs/*.log")) if re.search(hexes, path.read_text())]
     (tmp_path / "slow").unlink()
-    wait_for_end(list(four.values()), run)
-    assert len(events(run, "takeover")) == 1
+    wait_for_end(left, run)
+    assert len(events(run, "takeover")) == 2
     said = (run / "logs" / f"launcher-{taken['host']}.log").read_text()
     assert f"host {taken['host']} goes on with the run" in said and "goes on with 3 of 4 hosts" in said
     same_as_alone(path, run)
