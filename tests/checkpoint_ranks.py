@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import multiprocessing
 import multiprocessing.connection
+import os
 import signal
 import tempfile
 import traceback
@@ -55,7 +56,7 @@ def start(world: int, work: Callable[..., Any], *arguments: object) -> list[tupl
     started: list[tuple[BaseProcess, multiprocessing.connection.Connection]] = []
     for rank in range(max(world, 1)):
         ours, theirs = FORKS.Pipe(duplex=False)
-        process = FORKS.Process(target=_rank, args=(rank, world, store, theirs, work, arguments))
+        process = FORKS.Process(target=_rank, args=(rank, world, store, theirs, work, arguments, dict(os.environ)))
         process.start()
         theirs.close()
         started.append((process, ours))
@@ -84,7 +85,10 @@ def end(processes: list[BaseProcess]) -> None:
         process.join()
 
 
-def _rank(rank: int, world: int, store: str, pipe: Any, work: Callable[..., Any], arguments: tuple[object, ...]) -> None:
+def _rank(
+    rank: int, world: int, store: str, pipe: Any, work: Callable[..., Any], arguments: tuple[object, ...], variables: dict[str, str]
+) -> None:
+    os.environ.update(variables)  # the server may be older than some of them
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.alarm(LIFETIME)
     torch.set_num_threads(1)

@@ -33,7 +33,7 @@ from tests.harness import ROOT, drumline, same_weights, start_interpreter, write
 from tests.tiny import tiny_model_dir
 
 WALK = (3, 9)  # steps between what follows from a kill and the next one
-NOTICE_SECONDS, BACK_SECONDS, ORPHAN_SECONDS = 60.0, 240.0, 30.0
+NOTICE_SECONDS, BACK_SECONDS, ORPHAN_SECONDS, END_SECONDS = 60.0, 240.0, 30.0, 600.0
 
 
 class Log:
@@ -61,9 +61,9 @@ class Log:
 
 @dataclass(frozen=True)
 class World:
-    """Where a run goes on, and what of it is hurt. `start`: begins `drumline` with these arguments; `launcher`: its process id; `hosts`:
-    those that can be cut off or crash, the launcher's first; `elastic`: the run goes on without one. `pace`: seconds that a step takes at
-    least while the run is hurt; `steps`: for each kill, more than the run takes until the next."""
+    """Where a run goes on, and what of it is hurt. `start`: begins `drumline` with these arguments; `launcher`: the process id of what it
+    has become; `hosts`: those that can be cut off or crash; `elastic`: the run goes on without one, the launcher's too. `pace`: seconds
+    that a step takes at least while the run is hurt; `steps`: for each kill, more than the run takes until the next."""
 
     launch: Mapping[str, Any]
     ranks: int
@@ -106,6 +106,7 @@ class Chaos:
         self.slow.write_text(str(world.pace))
         self.since = time.time()  # the last fault, or what followed of it
         self.launches, self.ended = [self.since], 0.0
+        self.taken = False  # by another host, whose launcher is no child of this process
         self.process = self._start()
 
     def _start(self, *more: str) -> subprocess.Popen[str]:
@@ -118,12 +119,13 @@ class Chaos:
                 self._walk(self.draw.randint(*WALK))
                 self._hurt_once(number, kills)
             self.slow.unlink()
-            code = self.process.wait(600)
-            self.ended = time.time()
-            assert code == 0, self._said()
+            self._await(lambda: bool(self.log.of("run_end", self.since)), "the end", END_SECONDS, ends=True)
+            assert self.taken or self.process.wait(NOTICE_SECONDS) == 0, self._said()
+            assert self.log.of("run_end")[-1]["status"] == "finished", self._said()
         finally:
             if self.process.poll() is None:
                 kill(self.world.launcher(self.process))
+        self.ended = time.time()
         assert gone(str(self.run), ORPHAN_SECONDS), "processes outlived the run"
         assert not any(event["skipped"] for event in self.log.of("restore")), "a torn checkpoint was met"
         self._require_whole()
@@ -180,25 +182,8 @@ class Chaos:
         ranks = ranks_of(self.run).values()
         agents = [psutil.Process(pid).ppid() for pid in ranks]
         self._kill(self.world.launcher(self.process))
-        self.process.wait()
-        if self.world.elastic:
-            self._ended(list(ranks), "ranks outlived their launcher")
-            self._taken_over()
-        self._ended([*ranks, *agents], "ranks or agents outlived their launcher")
-        assert gone(str(self.run), ORPHAN_SECONDS), "processes outlived their launcher"
-        self._require_whole()
-        self.launches.append(time.time())
-        self.process = self._start("--resume")
+        self._follow_launcher([*ranks, *([] if self.world.elastic else agents)])
         return "launcher"
-
-    def _taken_over(self) -> None:
-        """Another host goes on with the run; then it is stopped there, to be launched from the first host again."""
-        self.process = self.world.start("follow", self.run)
-        self._await(lambda: bool(self.log.of("takeover", self.began)), "another host's launcher")
-        taken = self.log.of("takeover", self.began)[0]["t"]
-        self._await(lambda: bool(self.log.of("step", taken)), "a step by another host's launcher", BACK_SECONDS)
-        assert self.world.start("stop", self.run).wait(120) == 0, self._said()
-        assert self.process.wait(120) == 75, self._said()
 
     def _link(self) -> str:
         """For less than a host may be silent, or for longer."""
@@ -208,11 +193,38 @@ class Chaos:
         return f"link of {name} for {seconds:g} s"
 
     def _host(self) -> str:
-        name = self.draw.choice(list(self.world.hosts)[1:])
+        name = self.draw.choice(list(self.world.hosts))
         host = self.world.hosts[name]
-        with self._without(name, True, lambda on: host.boot() if on else host.die()):
-            time.sleep(self.draw.random() * 5.0)
-        return f"host {name}"
+        if not host.has(self.world.launcher(self.process)):
+            with self._without(name, True, lambda on: host.boot() if on else host.die()):
+                time.sleep(self.draw.random() * 5.0)
+            return f"host {name}"
+        ranks = list(ranks_of(self.run).values())
+        self.began = time.time()
+        host.die()
+        if not self.world.elastic:
+            self._ended(ranks, "ranks outlived their launcher")
+            host.boot()
+        self._follow_launcher(ranks)
+        if self.world.elastic:
+            taken = time.time()
+            self._await(lambda: bool(self.log.of("step", taken)), "a step of the hosts that are left", BACK_SECONDS)
+            host.boot()
+        return f"host {name}, with the launcher"
+
+    def _follow_launcher(self, pids: Sequence[int]) -> None:
+        """The launcher has died, and with it shall `pids`. Another host takes over, or the user starts the command again."""
+        self._ended(pids, "ranks or agents outlived their launcher")
+        if not self.taken:
+            self.process.wait(NOTICE_SECONDS)
+        self._require_whole()
+        if self.world.elastic:
+            self.taken = True
+            self._await(lambda: bool(self.log.of("takeover", self.began)), "a takeover")
+            return
+        assert gone(str(self.run), ORPHAN_SECONDS), "processes outlived their launcher"
+        self.launches.append(time.time())
+        self.process = self._start("--resume")
 
     def _one(self) -> tuple[int, int]:
         """Some rank and its process id."""
@@ -258,10 +270,12 @@ class Chaos:
 
         self._await(there, f"{steps} steps", BACK_SECONDS)
 
-    def _await(self, true: Callable[[], bool], what: str, timeout: float = NOTICE_SECONDS, period: float = 0.02) -> None:
+    def _await(
+        self, true: Callable[[], bool], what: str, timeout: float = NOTICE_SECONDS, period: float = 0.02, ends: bool = False
+    ) -> None:
         until = time.monotonic() + timeout
         while not true():
-            assert self.process.poll() is None, f"ended with {self.process.returncode} before: {what}\n{self._said()}"
+            assert ends or self.taken or self.process.poll() is None, f"ended with {self.process.returncode} before: {what}\n{self._said()}"
             assert time.monotonic() < until, f"not within {timeout:g} s: {what}\n{self._said()}"
             time.sleep(period)
 

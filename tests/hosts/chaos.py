@@ -67,6 +67,15 @@ def world(folder: Path, made: Mapping[str, Host], elastic: bool) -> World:
         with (folder / "said").open("a") as said:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, text=True, env=ENV, start_new_session=True)
 
+    def launcher(process: subprocess.Popen[str]) -> int:
+        """On whichever host it is."""
+        marks = (f"drumline\0train\0{folder}", "drumline.train.successor")
+        for each in psutil.process_iter(["cmdline"]):
+            line = "\0".join(each.info["cmdline"] or ())
+            if any(mark in line for mark in marks) and any(host.has(each.pid) for host in made.values()):
+                return int(each.pid)
+        raise AssertionError("no host has a launcher")
+
     return World(
         launch={
             "kind": "ssh",
@@ -78,7 +87,7 @@ def world(folder: Path, made: Mapping[str, Host], elastic: bool) -> World:
         ranks=len(made),
         targets=TARGETS,
         start=start,
-        launcher=lambda process: psutil.Process(process.pid).children()[0].pid,  # below nsenter
+        launcher=launcher,
         hosts=made,
         elastic=elastic,
         pace=PACE_SECONDS,
@@ -91,7 +100,8 @@ def told(name: str, hurt: Chaos) -> dict[str, Any]:
     kills = []
     for number, each in enumerate(hurt.kills):
         began, until = each["began"], hurt.kills[number + 1]["began"] if number + 1 < len(hurt.kills) else float("inf")
-        faults = [event["t"] for event in hurt.log.of("fault", began) if event["t"] < until]
+        seen = [*hurt.log.of("fault", began), *hurt.log.of("takeover", began)]
+        faults = sorted(event["t"] for event in seen if event["t"] < until)
         reached = max(event["step"] for event in hurt.log.of("step") if event["t"] < began)
         beyond = [event["t"] for event in hurt.log.of("step", began) if event["step"] > reached]
         # A cable that was pulled for a moment is no fault, and costs what a step takes longer.
@@ -107,7 +117,7 @@ def spent(hurt: Chaos) -> dict[str, float]:
     """Where the seconds went, from the first launch to the end: they add up. A step counts from the one before it, and is productive once;
     `hang` is the time between the last step and the fault's report, whatever was hurt."""
     seconds = dict.fromkeys(("productive", "startup", "save", "restore", "recompute", "hang", "other"), 0.0)
-    dead = [{"kind": "dead", "t": each["began"]} for each in hurt.kills if each["target"] == "launcher"]
+    dead = [{"kind": "dead", "t": launched} for launched in hurt.launches[1:]]
     mark, stepping, reached = hurt.launches[0], False, 0
     for event in sorted([*hurt.log.read(), *dead], key=lambda event: event["t"]):
         kind, passed = event["kind"], event["t"] - mark
@@ -122,7 +132,7 @@ def spent(hurt: Chaos) -> dict[str, float]:
         elif kind == "save" and stepping:
             seconds["save"] += min(event["blocked_seconds"], passed)
             seconds["productive"] += passed - min(event["blocked_seconds"], passed)
-        elif kind in ("fault", "dead", "preempt"):
+        elif kind in ("fault", "takeover", "dead", "preempt"):
             seconds["save" if kind == "preempt" else "hang" if stepping else "startup"] += passed
             stepping = False
         else:
