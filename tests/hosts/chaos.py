@@ -13,12 +13,13 @@ from typing import Any
 
 import psutil
 
+from benchmarks import common
 from tests.faults.chaos import Chaos, World, chaos
 from tests.harness import ENV
 from tests.hosts.namespaces import Host, hosts
 
 STRATEGIES: dict[str, Any] = {"ddp": "ddp", "fsdp2": "fsdp2", "zero2": "zero2", "pp": {"kind": "pp"}}
-LEGS = [(name, elastic) for elastic in (False, True) for name in STRATEGIES]
+LEGS = [(name, (number + turn) % 2 == 1) for turn in range(2) for number, name in enumerate(STRATEGIES)]
 TARGETS = ("rank", "agent", "launcher", "save", "link", "host")
 PACE_SECONDS = 1.0
 STEPS = 16, 80  # a kill, on hosts that stay and where they come and go
@@ -26,7 +27,9 @@ STEPS = 16, 80  # a kill, on hosts that stay and where they come and go
 
 def campaign(folder: Path, count: int, kills: int, seed: int, out: Path | None) -> None:
     """Print what was killed and what it cost; with `out` also as JSON. Raises AssertionError after the last run if one differed."""
-    found, wrong = [], []
+    command = f"python -m tests.faults.chaos --hosts {count} --kills {kills} --seed {seed} --out {out}"
+    head = {"command": command, "setting": {"hosts": count, "kills": kills, "seed": seed, "pace_seconds": PACE_SECONDS}}
+    found, wrong = list[dict[str, Any]](), list[str]()
     # A kill on hosts that stay takes half as long.
     turns = [*range(len(LEGS)), *(number for number, (_, elastic) in enumerate(LEGS) if not elastic)]
     shares = [sum(turns[kill % len(turns)] == number for kill in range(kills)) for number in range(len(LEGS))]
@@ -47,20 +50,16 @@ def campaign(folder: Path, count: int, kills: int, seed: int, out: Path | None) 
         except AssertionError:
             traceback.print_exc()
             wrong.append(here.name)
+        if found and out is not None:
+            common.write(head | summed(found), out)  # what was found, also where this process does not come to its end
     assert not wrong, wrong
-    whole = {name: round(sum(leg["seconds"][name] for leg in found), 1) for name in found[0]["seconds"]}
-    print(f"{kills} kills in {len(found)} runs: no checkpoint torn, nothing left behind, every sample once")
+    whole = summed(found)
+    seconds = whole["seconds"]
+    print(f"{whole['kills']} kills in {len(found)} runs: no checkpoint torn, nothing left behind, every sample once")
     print("weights and moments equal bit for bit on hosts that stay, to 1e-5 where they come and go")
-    print(f"goodput {whole['productive'] / sum(whole.values()):.0%}: " + ", ".join(f"{name} {value} s" for name, value in whole.items()))
-    by_target = costs(found)
-    for target, cost in by_target.items():
+    print(f"goodput {whole['goodput']:.0%}: " + ", ".join(f"{name} {value} s" for name, value in seconds.items()))
+    for target, cost in whole["by_target"].items():
         print(f"{target:10}" + "  ".join(f"{name} {value}" for name, value in cost.items()))
-    if out is not None:
-        from benchmarks import common
-
-        setting = {"hosts": count, "kills": kills, "seed": seed, "pace_seconds": PACE_SECONDS}
-        command = f"python -m tests.faults.chaos --hosts {count} --kills {kills} --seed {seed} --out {out}"
-        common.write({"command": command, "setting": setting, "seconds": whole, "by_target": by_target, "runs": found}, out)
 
 
 def world(folder: Path, made: Mapping[str, Host], elastic: bool) -> World:
@@ -145,6 +144,14 @@ def spent(hurt: Chaos) -> dict[str, float]:
         mark = event["t"]
     seconds["other"] = hurt.ended - mark
     return {name: round(value, 2) for name, value in seconds.items()}
+
+
+def summed(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """All runs together."""
+    seconds = {name: round(sum(leg["seconds"][name] for leg in found), 1) for name in found[0]["seconds"]}
+    kills = sum(len(leg["kills"]) for leg in found)
+    goodput = round(seconds["productive"] / sum(seconds.values()), 3)
+    return {"kills": kills, "goodput": goodput, "seconds": seconds, "by_target": costs(found), "runs": found}
 
 
 def costs(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
