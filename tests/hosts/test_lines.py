@@ -17,26 +17,25 @@ from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.full
 PYTHON = sys.executable
-MAIN = ["main.py", "--mode", "train", "--config", "CONFIG", "--algorithm", "sft"]
-# name → the line of each host, which differ by NUMBER alone
-LINES = {
-    "torchrun": [
-        PYTHON, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_id", "7", "--rdzv_backend", "c10d",
-        "--rdzv_endpoint", "a:29500", *MAIN,
-    ],
-    "torchrun, static": [
-        PYTHON, "-m", "torch.distributed.run", "--nnodes=2", "--node_rank=NUMBER", "--nproc_per_node=1", "--master_addr=a",
-        "--master_port=29501", *MAIN,
-    ],
-    "torch.distributed.launch": [
-        PYTHON, "-m", "torch.distributed.launch", "--nproc_per_node=1", "--nnodes=2", "--node_rank=NUMBER", "--master_addr=a",
-        "--master_port=29502", *MAIN,
-    ],
-    "accelerate launch": [
-        PYTHON, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_machines", "2", "--num_processes", "2",
-        "--machine_rank", "NUMBER", "--main_process_ip", "a", "--main_process_port", "29503", *MAIN,
-    ],
-}  # fmt: skip
+PAGE = (ROOT / "docs" / "torchrun.md").read_text().partition("## Several hosts")[2]
+# The page's own lines, by how they begin. They differ between hosts by the number of the host alone.
+LINES = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.strip().splitlines()]
+EACH, DEEPSPEED = [line for line in LINES if not line.startswith("deepspeed")], [line for line in LINES if line.startswith("deepspeed")]
+PROGRAMS = {
+    "python": [PYTHON],
+    "torchrun": [PYTHON, "-m", "torch.distributed.run"],
+    "accelerate": [PYTHON, "-m", "accelerate.commands.accelerate_cli"],
+    "deepspeed": [PYTHON, "-m", "deepspeed.launcher.runner"],
+}
+
+
+def words(line: str, number: int, config: Path) -> list[str]:
+    """A line of the page as host `number` starts it: with two hosts of one rank each, and the test's config."""
+    here = {"mine.yaml": str(config), "hosts.txt": str(config.with_name("hostfile"))}
+    line = re.sub(r"(nproc_per_node[ =])8", r"\g<1>1", line.replace("HOST", "a").replace("num_processes 16", "num_processes 2"))
+    line = re.sub(r"((?:node|machine)_rank[ =])0", rf"\g<1>{number}", line)
+    first, *more = line.split()
+    return [*PROGRAMS[first], *(here.get(word, word) for word in more)]
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +65,13 @@ def environment(config: Path) -> dict[str, str]:
     return {**ENV, "HF_HOME": str(config.parent / "hf"), "CUDA_VISIBLE_DEVICES": ""}
 
 
-@pytest.mark.parametrize("name", LINES)
-def test_a_line_of_each_host(name: str, two: dict[str, Host], config: Path, own: dict[int, float], tmp_path: Path) -> None:
-    if name.startswith("accelerate"):
+@pytest.mark.parametrize("line", EACH, ids=lambda line: " ".join(line.split()[:3]))
+def test_a_line_of_each_host(line: str, two: dict[str, Host], config: Path, own: dict[int, float], tmp_path: Path) -> None:
+    if line.startswith("accelerate"):
         pytest.importorskip("accelerate")
     run, processes = tmp_path / "run", []
     for number, host in enumerate(two.values()):
-        line = [word.replace("NUMBER", str(number)).replace("CONFIG", str(config)) for word in LINES[name]]
-        processes.append(host.start(*line, f"run.dir={run}", env=environment(config)))
+        processes.append(host.start(*words(line, number, config), f"run.dir={run}", env=environment(config)))
     for process in processes:
         code, out = ended(process, 280)
         assert code == 0, out
@@ -88,13 +86,11 @@ def test_deepspeed_with_a_hostfile(two: dict[str, Host], config: Path, own: dict
         subprocess.run(["apt-get", "install", "-y", "-qq", "pdsh"], capture_output=True, timeout=300, check=False)
     if shutil.which("pdsh") is None:
         pytest.skip("pdsh is missing")
-    (tmp_path / "hostfile").write_text("a slots=1\nb slots=1\n")
-    zero = ROOT / "examples" / "compat" / "ds_zero2.json"
-    line = [PYTHON, "-m", "deepspeed.launcher.runner", "--hostfile", tmp_path / "hostfile", "--master_addr", "a", "--master_port", "29504"]
-    main = [word.replace("CONFIG", str(config)) for word in MAIN]
+    config.with_name("hostfile").write_text("a slots=1\nb slots=1\n")
+    (line,) = DEEPSPEED
     env = {**environment(config), "PDSH_SSH_ARGS_APPEND": f"-F {two['a'].ssh_config}"}
     run = tmp_path / "run"
-    code, out = ended(two["a"].start(*line, *main, "--deepspeed", "--deepspeed_config", zero, f"run.dir={run}", env=env), 280)
+    code, out = ended(two["a"].start(*words(line, 0, config), f"run.dir={run}", env=env), 280)
     assert code == 0, out
     (start,) = events(run, "run_start")
     assert (start["world_size"], start["strategy"]) == (2, "zero2")

@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore
 from drumline.core import network
 from drumline.core.files import digest
 from drumline.core.load import load_values
+from drumline.core.munge import SECRET
 from drumline.core.process import SECRET_COMES
 from drumline.dist import start
 from drumline.errors import ConfigError, EnvironmentFault
@@ -75,14 +76,18 @@ def test_a_stranger_at_the_port_of_rank_0_is_one_line(rank_1: pytest.MonkeyPatch
         start.rendezvous()
 
 
-def test_a_rank_without_the_secret_does_not_meet_the_others(rank_1: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["standard input", "a variable"])
+def test_a_rank_without_the_secret_does_not_meet_the_others(by: str, rank_1: pytest.MonkeyPatch) -> None:
     store = open_store(listen(None))
     PrefixStore("the secret", store).set("drumline-round", "drawn")  # by rank 0
     rank_1.setenv("MASTER_PORT", str(store.port))
     with pytest.raises(EnvironmentFault, match="did not come in time"):
         start.rendezvous()
-    rank_1.setenv(SECRET_COMES, "1")
-    rank_1.setattr("sys.stdin", io.StringIO("the secret\n"))
+    if by == "a variable":
+        rank_1.setenv(SECRET, "the secret")
+    else:
+        rank_1.setenv(SECRET_COMES, "1")
+        rank_1.setattr("sys.stdin", io.StringIO("the secret\n"))
     answers = threading.Thread(target=_answer, args=(PrefixStore("the secret", store),))
     answers.start()
     start.rendezvous().set("found", "1")
