@@ -21,7 +21,7 @@ from pathlib import Path
 
 from drumline.core import heartbeat
 from drumline.core.files import write_whole
-from drumline.core.process import ProcessId, process, start_module
+from drumline.core.process import ProcessId, here, process, start_module
 from drumline.launchers.environment import launched_by
 from drumline.launchers.hangs import Hang
 from drumline.launchers.local import furthest_step, next_attempt, report_failure
@@ -50,8 +50,12 @@ class Post:
 def begin(name: str, rank: int, world_size: int, run_dir: Path) -> None:
     """Have this rank watched, where no launcher does. `name`: what the ranks of this start have in common, and nobody else knows."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    # Containers may share memory and the host's name, but not the numbers of processes.
+    space = here()[2].strip("pid:[]")
     try:
-        folder, first = heartbeat.common_board(f"{name}-{host}", world_size)
+        if not space:
+            raise OSError("/proc is of another container")
+        folder, first = heartbeat.common_board(f"{name}-{host}-{space}", world_size)
     except OSError as error:
         print(f"note: rank {rank} is not watched: {error}", file=sys.stderr)
         return
