@@ -76,7 +76,11 @@ def world(folder: Path, made: Mapping[str, Host], elastic: bool) -> World:
         marks = (f"drumline\0train\0{folder}", "drumline.train.successor")
         for each in psutil.process_iter(["cmdline"]):
             line = "\0".join(each.info["cmdline"] or ())
-            if any(mark in line for mark in marks) and any(host.has(each.pid) for host in made.values()):
+            if (
+                line.startswith(sys.executable)
+                and any(mark in line for mark in marks)
+                and any(host.has(each.pid) for host in made.values())
+            ):
                 return int(each.pid)
         raise AssertionError("no host has a launcher")
 
