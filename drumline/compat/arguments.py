@@ -41,7 +41,8 @@ def _resume(sheet: Sheet, old: Old) -> None:
 
 def _optimizer(sheet: Sheet, old: Old) -> None:
     kinds = dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adam", "fused_adam"), "adamw")
-    more = {"sgd": "sgd", "lion": "lion", "lion_32bit": "lion", "adamw_torch_8bit": "adamw_8bit", "adamw_torch_4bit": "adamw_4bit"}
+    more = {"sgd": "sgd", "lion": "lion", "lion_32bit": "lion", "adamw_torch_8bit": "adamw_8bit", "adamw_torch_4bit": "adamw_4bit",
+            "schedule_free_adamw": "schedule_free"}  # fmt: skip
     sheet.put("optimizer.kind", one_of({**kinds, **more})(old), old)
     if str(old.value).lower() == "adamw_torch":
         sheet.put("optimizer.fused", False, old)

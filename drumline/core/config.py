@@ -91,7 +91,15 @@ class ScheduleConfig(Section):
 
 class PrecisionConfig(Section):
     kind: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="Compute type; master weights stay fp32. auto: bf16 on GPUs that have it, fp32 elsewhere."
+        "auto", description="Compute type; master weights stay fp32, unless set. auto: bf16 on GPUs that have it, fp32 elsewhere."
+    )
+    master: Literal["fp32", "bf16"] = Field(
+        "fp32", description="bf16: weights, gradients and AdamW's moments lie in bf16, and nothing in fp32 between steps."
+    )
+    rounding: Literal["stochastic", "nearest", "kahan"] = Field(
+        "stochastic",
+        description="master=bf16: how a step rounds. stochastic: right in the mean; kahan: what is lost is kept in a third bf16;"
+        " nearest: small updates are lost.",
     )
     initial_scale: float = Field(65536.0, gt=0, le=2.0**64, description="fp16: initial loss scale.")
     tf32: bool = Field(True, description="Use TF32 for fp32 matrix products on GPUs.")

@@ -140,14 +140,24 @@ def kind_of(layout: Layout) -> Kind:
     """How the layout computes in its precision."""
     if layout.precision == "fp32":
         return "fp32"
-    low = layout.strategy.keeps_low or layout.strategy.gathered_in(layout.precision, layout.config.images_alone) is not None
+    low = layout.pure or layout.strategy.keeps_low or layout.strategy.gathered_in(layout.precision, layout.config.images_alone) is not None
     return "low" if low else "autocast"
 
 
 @lru_cache(maxsize=4096)
-def moments(facts: ModelFacts, mine: Part, tp: int, shards: int, options: OptimizerConfig) -> int:
-    """Bytes of the optimizer's states of a part of the model that is cut into tp × shards parts."""
-    return sum(n * options.bytes_of(weight, part(weight, tp, shards)) for weight, n in weights_in(facts, mine) if weight.trainable)
+def moments(facts: ModelFacts, mine: Part, tp: int, shards: int, options: OptimizerConfig, low: int = 0) -> int:
+    """Bytes of the optimizer's states of a part of the model that is cut into tp × shards parts. `low`: see OptimizerConfig.bytes_of."""
+    return sum(n * options.bytes_of(weight, part(weight, tp, shards), low) for weight, n in weights_in(facts, mine) if weight.trainable)
+
+
+def entry_bytes(layout: Layout) -> int:
+    """Bytes of an entry of a trainable weight, and of its gradient."""
+    return LOW if layout.pure else FULL
+
+
+def low_moments(layout: Layout) -> int:
+    """Bytes that AdamW keeps of an entry in bf16, what a step has lost of it among them; 0 where moments are fp32."""
+    return LOW * (3 if layout.config.precision.rounding == "kahan" else 2) if layout.pure else 0
 
 
 def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
@@ -156,18 +166,18 @@ def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
     has = rank_params(facts, mine, tp, shards)
     # Weights are fp32, except frozen ones (models.freeze.keep_low) and those that QLoRA packs.
     packed = has.linear if quantizes(layout.config) else 0
-    low, bits = has.low - packed, PACKED[getattr(layout.config.adapter, "quantize", "none")]
-    weights = FULL * (has.entries - packed - low) + WIDTH[layout.precision] * low + math.ceil(packed * bits / 8)
-    kept = moments(facts, mine, tp, shards, layout.config.optimizer) + layout.strategy.outer_bytes() * has.trainable
-    state = weights, FULL * has.trainable, kept
+    low, bits = has.frozen - packed if layout.pure else has.low - packed, PACKED[getattr(layout.config.adapter, "quantize", "none")]
+    weights = entry_bytes(layout) * (has.entries - packed - low) + WIDTH[layout.precision] * low + math.ceil(packed * bits / 8)
+    kept = moments(facts, mine, tp, shards, layout.config.optimizer, low_moments(layout)) + layout.strategy.outer_bytes() * has.trainable
+    state = weights, entry_bytes(layout) * has.trainable, kept
     return State(0, 0, 0, *state) if layout.strategy.offloads()[0] == "cpu" else State(*state)
 
 
 def stepping(layout: Layout, here: Sizes, sharded: bool) -> float:
     """Bytes of a step that is not fused, over trainable fp32 weights: one by one, but torch's own on a GPU all at once (foreach)."""
     options = layout.config.optimizer
-    if options.kind not in ("adamw", "sgd"):
-        return FULL * options.does.copies * here.largest
+    if layout.pure or options.kind not in ("adamw", "sgd"):
+        return FULL * (6 if layout.pure else options.does.copies) * here.largest
     if options.fused and (options.kind == "adamw" or not sharded):
         return 0.0
     copies = 1 if options.kind == "adamw" or options.weight_decay else 0
@@ -206,7 +216,7 @@ def copies_buffers(layout: Layout, facts: ModelFacts, mine: Part, state: State, 
         block=one if packed else 0.0,
         # A new gradient is a tensor of its own until it is added to the one that is there. Averaging weights, local SGD and DiLoCo take no
         # more than gradients did, which are gone by then.
-        backward=(one if recomputes or packed else 0) + FULL * here.largest,
+        backward=(one if recomputes or packed else 0) + entry_bytes(layout) * here.largest,
         last=2 * gradients if layout.devices_per_rank > 1 else 0.0,  # the first GPU adds up those of the others
         step=stepping(layout, here, mesh.tp > 1),
         average=average,
@@ -243,7 +253,7 @@ def send_gradients(volume: Volume, layout: Layout, facts: ModelFacts, has: Count
     elif kind == "powersgd":
         volume.add("all_reduce", 4 * sum(number * _powersgd(weight, compression.rank) for weight, number in weights), ranks, **how)
     else:
-        volume.add("all_reduce", (4 if kind == "none" else 2) * facts.trainable, ranks, **how)
+        volume.add("all_reduce", (entry_bytes(layout) if kind == "none" else 2) * facts.trainable, ranks, **how)
 
 
 def _powersgd(weight: Weight, rank: int) -> int:

@@ -4,6 +4,7 @@ A new kind is a row of KINDS and a function there."""
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from drumline.core.rule import Case, Refusal
+from drumline.core.rule import Case, Refusal, quantizes, sees
 from drumline.core.section import Count, Ranks, Section, Weight
 from drumline.errors import EnvironmentFault
+from drumline.hardware.cluster import Collective
 
 if TYPE_CHECKING:
     from drumline.core import facts
@@ -45,6 +47,9 @@ KINDS = {
     "lion": Kind(1, (32, 32), 1, drifts=True),
     "adamw_8bit": Kind(2, (16, 60), 6, "torchao"),
     "adamw_4bit": Kind(2, (14, 60), 6, "torchao"),
+    "adafactor": Kind(1, (40, 40), 3),
+    "muon": Kind(2, (40, 40), 3),
+    "schedule_free": Kind(2, (60, 60), 2, "schedulefree"),
 }
 
 
@@ -57,10 +62,11 @@ class OptimizerGroup(Section):
 
 
 class OptimizerConfig(Section):
-    kind: Literal["adamw", "sgd", "lion", "adamw_8bit", "adamw_4bit"] = Field(
+    kind: Literal["adamw", "sgd", "lion", "adamw_8bit", "adamw_4bit", "adafactor", "muon", "schedule_free"] = Field(
         "adamw",
-        description="AdamW (Loshchilov & Hutter 2019), SGD with momentum, Lion (Chen et al. 2023), or AdamW with moments in 8 or 4 bits"
-        " (Dettmers et al. 2022, Li et al. 2023; by torchao).",
+        description="AdamW (Loshchilov & Hutter 2019), SGD with momentum, Lion (Chen et al. 2023), AdamW with moments in 8 or 4 bits"
+        " (Dettmers et al. 2022, Li et al. 2023; by torchao), Adafactor (Shazeer & Stern 2018), Muon (Jordan et al. 2024) for the"
+        " matrices of the blocks and AdamW for the rest, or schedule-free AdamW (Defazio et al. 2024).",
     )
     lr: float = Field(2e-5, gt=0, le=1000, description="Peak learning rate, before lr_scaling.")
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
@@ -72,7 +78,7 @@ class OptimizerConfig(Section):
     )
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's and Lion's decay rates of moments. Lion's authors: 0.9, 0.99.")
     eps: float = Field(1e-8, gt=0, le=1, description="AdamW's epsilon.")
-    momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum.")
+    momentum: float = Field(0.9, ge=0, lt=1, description="SGD's and Muon's momentum; Muon's authors: 0.95.")
     weight_decay: float = Field(0.0, ge=0, le=1000, description="Applies to matrices only, not to biases and norms.")
     max_grad_norm: float | None = Field(1.0, gt=0, le=10**12, description="Clip gradients to this global L2 norm; null: never.")
     fused: bool = Field(True, description="Use torch's fused optimizer kernel where there is one.")
@@ -91,19 +97,40 @@ class OptimizerConfig(Section):
         """The group of a parameter; None: it has none."""
         return next((group for group in self.groups if any(fnmatchcase(name, pattern) for pattern in group.match)), None)
 
-    def bytes_of(self, weight: facts.Weight, here: int) -> int:
+    def bytes_of(self, weight: facts.Weight, here: int, low: int = 0) -> int:
         """Bytes of its states of a weight of which a rank has `here` entries; a count of steps (4 bytes) is left out. Quantised ones have
-        codes, scales, and a table of the codes' values in fp32."""
+        codes, scales, and a table of the codes' values in fp32. `low`: of an entry, where they lie in bf16."""
+        if low:
+            return low * here
+        if self.kind == "muon":
+            return FULL * here * (1 if _is_matrix(weight) else 2)
+        if self.kind == "adafactor" and len(weight.shape) > 1:
+            *ahead, rows, columns = weight.shape
+            return FULL * math.prod(ahead) * (rows + columns)
         bits, block = FORMATS.get(self.kind, (0, 1))
         if not bits or here < SMALL or here % block:
             return FULL * self.slots * here
         return self.slots * (here * bits // 8 + FULL * (here // block) + FULL * 2**bits)
+
+    def sends(self, weight: facts.Weight, here: int, axes: int) -> tuple[Collective, int]:
+        """What a step sends of a weight that is cut along so many axes of the mesh, and of which a rank has `here` entries. Muon: parts in
+        bf16 to an owner and back, or to all; Adafactor: sums over rows and columns, and two norms."""
+        if self.kind == "muon" and _is_matrix(weight):
+            return ("all_to_all", 2 * 2 * here) if axes == 1 else ("all_gather", 2 * here)
+        if self.kind == "adafactor":
+            return "all_reduce", 2 * FULL + (self.bytes_of(weight, here) if len(weight.shape) > 1 else 0)
+        return "all_reduce", 0
 
     def require(self) -> None:
         """Raises EnvironmentFault for a missing package, without importing it."""
         if self.does.package and importlib.util.find_spec(self.does.package) is None:
             what = f"the package {self.does.package} is missing"
             raise EnvironmentFault(what, where="optimizer.kind", fix=f"pip install {self.does.package}")
+
+
+def _is_matrix(weight: facts.Weight) -> bool:
+    """Whether Muon takes it."""
+    return weight.place == "block" and len(weight.shape) == 2
 
 
 def refusals(case: Case) -> Iterator[Refusal]:
@@ -119,6 +146,42 @@ def refusals(case: Case) -> Iterator[Refusal]:
     if case.strategy.exchange is not None and not options.does.drifts:
         reason = "a checkpoint has the mean of the copies' moments, which is taken of fp32 moments with one step in common"
         yield Refusal(f"{options.kind} × copies that drift apart", reason, "use strategy=ddp, or optimizer.kind=adamw", where)
+    if options.kind == "schedule_free":
+        yield from _schedule_free(case, where)
+    if case.config.precision.master == "bf16":
+        yield from _pure(case, "precision.master")
+
+
+def _pure(case: Case, where: str) -> Iterator[Refusal]:
+    config, mesh = case.config, case.mesh
+    if case.precision != "bf16":
+        yield Refusal(f"master=bf16 × {case.precision}", "weights lie in the type that they compute in", "use precision.kind=bf16", where)
+    if config.optimizer.kind != "adamw":
+        reason = "AdamW alone has steps that round stochastically or keep what was lost"
+        yield Refusal(f"master=bf16 × {config.optimizer.kind}", reason, "use optimizer.kind=adamw, or master=fp32", where)
+    whole = mesh.tp * mesh.cp * mesh.pp == 1 and case.strategy.data_parallel(mesh) in ("none", "ddp", "fsdp2")
+    if not whole or case.strategy.engine(mesh) != "native" or case.strategy.exchange is not None:
+        reason = "it is proven where each rank has weights whole, or sharded by FSDP2 alone; DeepSpeed keeps fp32 weights for its step"
+        yield Refusal("master=bf16 × the strategy", reason, "use strategy=ddp or fsdp2", where)
+    if case.strategy.copies().compression.kind != "none":
+        reason = "gradients travel in bf16 already"
+        yield Refusal("master=bf16 × compression", reason, "take strategy.compression out", where)
+    if config.algorithm.rollout is not None or config.images_alone or config.plain or quantizes(config) or sees(case):
+        reason = "it is proven for texts that are given, and linear layers that are not packed"
+        yield Refusal("master=bf16 × the model or the algorithm", reason, "use precision.master=fp32", where)
+
+
+def _schedule_free(case: Case, where: str) -> Iterator[Refusal]:
+    if case.config.schedule.kind != "constant":
+        reason = "it averages weights in place of a falling rate; a warm-up goes with it"
+        yield Refusal("schedule_free × a schedule", reason, "use schedule=constant", "schedule.kind")
+    if case.config.optimizer.groups:
+        reason = "its average weighs steps by one rate"
+        yield Refusal("schedule_free × optimizer.groups", reason, "take the groups out", "optimizer.groups")
+    algorithm = case.config.algorithm
+    if algorithm.rollout is not None or algorithm.extra_forwards:
+        reason = "it learns at other weights than it answers with, and this algorithm compares the two within a step"
+        yield Refusal("schedule_free × a pass without gradients in a step", reason, "use optimizer.kind=adamw", where)
 
 
 def lacking(options: OptimizerConfig, names: list[str]) -> str | None:

@@ -105,6 +105,11 @@ class Layout(Frozen):
         return self.config.strategy
 
     @property
+    def pure(self) -> bool:
+        """Whether trainable weights, gradients and moments lie in bf16."""
+        return self.precision == "bf16" and self.config.precision.master == "bf16"
+
+    @property
     def length(self) -> int:
         """Tokens that a row of a micro-batch is wide."""
         return self.config.data.max_length

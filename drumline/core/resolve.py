@@ -164,7 +164,7 @@ def precision_of(config: Config, machine: Machine, device: str, why: list[str]) 
             raise PlanError("precision bf16 but this GPU has no bfloat16", where="precision", fix="use precision=fp16 or fp32")
         return kind
     if device == "cuda" and machine.bf16:
-        why.append("precision bf16: the GPU has bfloat16; master weights stay fp32")
+        why.append(f"precision bf16: the GPU has bfloat16; master weights are {config.precision.master}")
         return "bf16"
     why.append(f"precision fp32: the default on {device}")
     return "fp32"

@@ -42,7 +42,8 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     if hasattr(model, "_drumline_blocks"):
         return list(model._drumline_blocks)  # type: ignore[arg-type]
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    # FSDP2 puts its name before those of the classes that it wraps.
+    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
 
 
 def block_list(model: Any) -> tuple[str, nn.ModuleList] | None:

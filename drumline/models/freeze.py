@@ -30,12 +30,12 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
         raise ModelError("nothing stays trainable", where=WHERE, fix="leave a part out")
 
 
-def keep_low(parts: Iterable[nn.Module], dtype: torch.dtype, vectors: bool = False) -> None:
-    """Keep the frozen weights of these modules in `dtype`, the dtype of their products anyhow: half the memory of fp32. Vectors (norms,
-    biases: one entry in thousands) stay fp32 unless `vectors`: on a CPU the kernels of norms require fp32 weights for fp32 inputs. Packed
-    weights stay packed. The parameters may be on the meta device; each stays the same object, so ties hold."""
+def keep_low(parts: Iterable[nn.Module], dtype: torch.dtype, vectors: bool = False, trainable: bool = False) -> None:
+    """Keep the frozen weights (with `trainable` all) of these modules in `dtype`, the dtype of their products anyhow: half the memory of
+    fp32. Vectors (norms, biases: one entry in thousands) stay fp32 unless `vectors`: on a CPU the kernels of norms require fp32 weights for
+    fp32 inputs. Packed weights stay packed. The parameters may be on the meta device; each stays the same object, so ties hold."""
     for parameter in (parameter for part in parts for parameter in part.parameters()):
-        if not parameter.requires_grad and parameter.is_floating_point() and (vectors or parameter.ndim >= 2):
+        if (trainable or not parameter.requires_grad) and parameter.is_floating_point() and (vectors or parameter.ndim >= 2):
             parameter.data = parameter.data.to(dtype)
 
 

@@ -18,15 +18,26 @@ from drumline.dist.mesh import device_mesh, gradient_group
 from drumline.dist.seeds import derive
 from drumline.errors import ModelError
 from drumline.models import adapters
-from drumline.models.blocks import tensor_plan
+from drumline.models.blocks import blocks, tensor_plan
 from drumline.models.head import ForwardWithObjective
 from drumline.models.shards import Values, all_tensors, canonical_tensors
 from drumline.parallel.compress import compress_ddp
 from drumline.parallel.context_parallel import apply_context_parallel
 from drumline.parallel.data_parallel import BucketedAllReduce, Replicated, Sharded, Spread, Unreplicated
 from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, total
+from drumline.parallel.low import LowAdamW
 from drumline.parallel.norms import LossScale, global_norm, local
-from drumline.parallel.optimizer import MakeOptimizer, build_optimizer, load_quantised, optimizer_tensors, set_rate, take_step
+from drumline.parallel.optimizer import (
+    MakeOptimizer,
+    as_saved,
+    at_mean,
+    build_optimizer,
+    load_saved,
+    optimizer_tensors,
+    scalars,
+    set_rate,
+    take_step,
+)
 from drumline.parallel.tensor_parallel import apply_tp
 from drumline.parallel.transforms import (
     agree_on_statistics,
@@ -122,7 +133,8 @@ class ForwardEngine:
         self.model, self.spread, self.around = model, spread, around
         self.device = plan.device
         # FSDP2 casts weights as it gathers them; elsewhere autocast does it op by op.
-        self.autocast_dtype = None if isinstance(spread, Sharded) and spread.casts else LOW_PRECISION.get(plan.precision)
+        casts = plan.pure or (isinstance(spread, Sharded) and spread.casts)
+        self.autocast_dtype = None if casts else LOW_PRECISION.get(plan.precision)
         self.batch_norms = batch_norms(model)
         self.is_whole = isinstance(spread, Unreplicated | Replicated) and plan.mesh.tp * plan.mesh.cp * plan.mesh.pp == 1
         self.model.eval()
@@ -217,7 +229,12 @@ class NativeEngine(ForwardEngine):
         self.max_grad_norm = plan.config.optimizer.max_grad_norm
         self.loss_scale = LossScale(plan.config.precision.initial_scale, enabled=plan.precision == "fp16")
         self.named = dict(model.named_parameters())
-        self.optimizer: Any = build_optimizer(self.named, plan.config.optimizer, make_optimizer and make_optimizer(model))
+        options, own = plan.config.optimizer, make_optimizer and make_optimizer(model)
+        inner = {id(p) for block in blocks(model) for p in block.parameters() if p.ndim == 2} if options.kind == "muon" else set()
+        matrices = frozenset(name for name, parameter in self.named.items() if id(parameter) in inner)
+        seed = plan.config.run.seed
+        low = (lambda groups: LowAdamW(groups, options, plan.config.precision, seed)) if plan.pure else None
+        self.optimizer: Any = build_optimizer(self.named, options, own, matrices, low)
         # Fused kernels leave all as it is where `found_inf` is 1; for others the host decides.
         self.masks = all(group.get("fused") for group in self.optimizer.param_groups) and not self.loss_scale.enabled
         self.model.train()
@@ -236,6 +253,7 @@ class NativeEngine(ForwardEngine):
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
+        at_mean(self.optimizer, False)
         with self.around(), self.spread.micro_batch(last):
             yield
 
@@ -272,19 +290,30 @@ class NativeEngine(ForwardEngine):
     def rescales(self) -> bool:
         return self.loss_scale.enabled
 
+    def _come_together(self) -> None:
+        at_mean(self.optimizer, True)
+        super()._come_together()
+
     def tensors(self) -> dict[str, torch.Tensor]:
+        at_mean(self.optimizer, True)
         agree_on_statistics(self.batch_norms)
-        return canonical_tensors(self.model) | optimizer_tensors(self.optimizer, self.named)
+        return {name: as_saved(tensor) for name, tensor in self._kept().items()}
 
     def state(self) -> dict[str, Any]:
-        return {"scaler": self.loss_scale.state()}
+        return {"scaler": self.loss_scale.state(), "optimizer": scalars(self.optimizer)}
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        # The tensors are the engine's own, and filled; but for quantised moments, whose copies they are.
-        load_quantised(self.optimizer, self.named, tensors)
+        # The tensors are the engine's own, and filled; but for what is quantised or in bf16, whose copies they are.
+        for name, tensor in self._kept().items():
+            load_saved(tensor, tensors.get(name, tensor))
+        for group in self.optimizer.param_groups:
+            group.update(state.get("optimizer", {}))
         self.loss_scale.load(state.get("scaler", {}))
         if isinstance(self.spread, Replicated) and self.spread.compressor:
             self.spread.compressor.step = state["step"]
+
+    def _kept(self) -> dict[str, torch.Tensor]:
+        return canonical_tensors(self.model) | optimizer_tensors(self.optimizer, self.named)
 
     def memory_stats(self) -> MemoryStats:
         return MemoryStats.of(self.named.values(), self._gradients(), tensors_in(*self.optimizer.state.values()))

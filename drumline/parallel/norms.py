@@ -24,7 +24,7 @@ def global_norm(gradients: list[torch.Tensor], device: str | torch.device, group
     """
     by_place: dict[Place, list[torch.Tensor]] = {}
     for gradient in gradients:
-        by_place.setdefault(_spread_over(gradient), []).append(local(gradient))
+        by_place.setdefault(spread_over(gradient), []).append(local(gradient))
     total = torch.zeros((), device=device, dtype=torch.float64)
     for groups, parts in by_place.items():
         here = [part for part in parts if part.numel()]  # a rank may hold none: a head of one row has one shard
@@ -44,7 +44,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _spread_over(tensor: torch.Tensor) -> Place:
+def spread_over(tensor: torch.Tensor) -> Place:
     """The groups over which a tensor is cut; copies are not counted."""
     if not isinstance(tensor, DTensor):
         return ()

@@ -13,14 +13,23 @@ from torch.distributed.tensor import DTensor
 
 from drumline.core.config import OptimizerConfig
 from drumline.errors import PlanError
+from drumline.parallel.adafactor import Adafactor
+from drumline.parallel.muon import Joined, Muon
 from drumline.parallel.norms import local
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 Groups = list[dict[str, Any]]
+MEAN_OF, AVERAGED = "z", ("k", "weight_sum", "lr_max")  # what schedulefree keeps besides second moments
 
 
-def new_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of the trainable parameters, without state. Weight decay on parameters of two dimensions or more.
+def new_optimizer(
+    named: dict[str, nn.Parameter],
+    options: OptimizerConfig,
+    matrices: frozenset[str] = frozenset(),
+    make: Callable[[Groups], torch.optim.Optimizer] | None = None,
+) -> torch.optim.Optimizer:
+    """The optimizer of the trainable parameters, without state. Weight decay on parameters of two dimensions or more. `matrices`: names
+    of those of two dimensions within blocks, which Muon takes. `make`: in place of the kind's own.
 
     Parameters on another mesh, or on none, are a group of their own: torch takes no mixture. So are those of `options.groups`; a group of
     torch's has its `lr_ratio`.
@@ -31,10 +40,13 @@ def new_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) -> t
             chosen, mesh = options.group_of(name), parameter.device_mesh if isinstance(parameter, DTensor) else None
             own = options.weight_decay if chosen is None or chosen.weight_decay is None else chosen.weight_decay
             decay, ratio = own if parameter.ndim >= 2 else 0.0, 1.0 if chosen is None else chosen.lr_ratio
-            group = groups.setdefault((mesh, parameter.ndim >= 2, decay, ratio), {"params": [], "weight_decay": decay, "lr_ratio": ratio})
+            key = (mesh, parameter.ndim >= 2, decay, ratio, name in matrices)
+            made = {"params": [], "weight_decay": decay, "lr_ratio": ratio, "matrices": name in matrices}
+            group = groups.setdefault(key, made)
             group["params"].append(parameter)
     # A pipeline's stage may have nothing trainable, and torch takes no empty list.
-    return MAKERS[options.kind]([*groups.values()] or [{"params": []}], options)
+    found = [*groups.values()] or [{"params": []}]
+    return MAKERS[options.kind](found, options) if make is None else make(found)
 
 
 def _adamw(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
@@ -52,6 +64,20 @@ def _quantised(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimize
 
     kind = {"adamw_8bit": optim.AdamW8bit, "adamw_4bit": optim.AdamW4bit}[options.kind]
     made: torch.optim.Optimizer = kind(groups, lr=options.lr, betas=options.betas, eps=options.eps)
+    return made
+
+
+def _muon(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
+    rest = [group for group in groups if not group.get("matrices")]
+    made = [Muon([group for group in groups if group.get("matrices")], options)] if len(rest) < len(groups) else []
+    return Joined(*made, *([_adamw(rest, options)] if rest else []))  # type: ignore[return-value]
+
+
+def _schedule_free(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
+    from schedulefree import AdamWScheduleFree
+
+    made: torch.optim.Optimizer = AdamWScheduleFree(groups, lr=options.lr, betas=options.betas, eps=options.eps, foreach=False)
+    at_mean(made, False)
     return made
 
 
@@ -78,17 +104,22 @@ class Lion(torch.optim.Optimizer):
 
 
 MAKERS: dict[str, Callable[[Groups, OptimizerConfig], torch.optim.Optimizer]] = {
-    "adamw": _adamw, "sgd": _sgd, "lion": Lion, "adamw_8bit": _quantised, "adamw_4bit": _quantised,
+    "adamw": _adamw, "sgd": _sgd, "lion": Lion, "adamw_8bit": _quantised, "adamw_4bit": _quantised, "adafactor": Adafactor,
+    "muon": _muon, "schedule_free": _schedule_free,
 }  # fmt: skip
 
 
 def build_optimizer(
-    named: dict[str, nn.Parameter], options: OptimizerConfig, optimizer: torch.optim.Optimizer | None = None
+    named: dict[str, nn.Parameter],
+    options: OptimizerConfig,
+    optimizer: torch.optim.Optimizer | None = None,
+    matrices: frozenset[str] = frozenset(),
+    make: Callable[[Groups], torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
     """The kind that `options` have, or `optimizer`, with its state: so a checkpoint can be loaded into it, and memory that will be needed
-    is taken at once."""
+    is taken at once. `matrices`, `make`: see new_optimizer."""
     if optimizer is None:
-        optimizer = new_optimizer(named, options)
+        optimizer = new_optimizer(named, options, matrices, make)
     else:
         require_zero_state(optimizer)
     make_state(optimizer)
@@ -119,7 +150,9 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
 
 def make_state(optimizer: torch.optim.Optimizer, step: Callable[[], None] | None = None) -> None:
     """Let an optimizer make its state as it does (in a `step` at rate zero; None: of zero gradients), and set it back to before any step.
-    A zero momentum buffer is what SGD's first step starts from; quantised moments are zero already."""
+    A zero momentum buffer is what SGD's first step starts from; quantised moments are zero already, and z of a schedule-free optimizer
+    begins as the weights."""
+    groups = [{key: value for key, value in group.items() if key not in ("params", "lr")} for group in optimizer.param_groups]
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     set_rate(optimizer, 0.0)
     for group in optimizer.param_groups:
@@ -128,12 +161,24 @@ def make_state(optimizer: torch.optim.Optimizer, step: Callable[[], None] | None
     (step or (lambda: take_step(optimizer)))()
     if step is None:
         optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    for group, before, rate in zip(optimizer.param_groups, groups, rates, strict=True):
+        group.update(before)
         _set_rate(group, rate)
     for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor) and not quantised(value):
+        for slot, value in state.items():
+            if isinstance(value, torch.Tensor) and not quantised(value) and slot != MEAN_OF:
                 value.zero_()
+
+
+def at_mean(optimizer: torch.optim.Optimizer, mean: bool) -> None:
+    """Set the weights of a schedule-free optimizer to the mean that is evaluated, saved and exported, or to those that it learns at."""
+    if (turn := getattr(optimizer, "eval" if mean else "train", None)) is not None:
+        turn()
+
+
+def scalars(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """What a schedule-free optimizer keeps besides tensors, the same in all groups; empty for others."""
+    return {key: optimizer.param_groups[0][key] for key in AVERAGED if key in optimizer.param_groups[0]}
 
 
 def require_zero_state(optimizer: torch.optim.Optimizer) -> None:
@@ -158,29 +203,7 @@ def require_zero_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """`optim.<parameter name>.<slot>` → the optimizer's own tensor, for every parameter that has state; of a quantised one an fp32 copy in
-    host memory. That is quantised again, here as in a run that begins with it (`load_quantised`), so that both go on alike."""
-    found = _states(optimizer, named)
-    for name, value in found.items():
-        if quantised(value):
-            found[name] = _dequantised(value)
-            value.copy_(found[name].to(value.device))
-    return found
-
-
-def load_quantised(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter], tensors: dict[str, torch.Tensor]) -> None:
-    """Quantise moments of `tensors` (`optimizer_tensors`, filled) into the optimizer's own."""
-    for name, value in _states(optimizer, named).items():
-        if quantised(value):
-            value.copy_(tensors[name].to(value.device))
-
-
-def quantised(tensor: torch.Tensor) -> bool:
-    """Whether these are codes and scales of torchao's. Where a part is small, another rank's may be, and this one not."""
-    return hasattr(local(tensor), "codes")
-
-
-def _states(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """`optim.<parameter name>.<slot>` → the optimizer's own tensor, for every parameter that has state."""
     return {
         f"optim.{name}.{slot}": value
         for name, parameter in named.items()
@@ -189,10 +212,29 @@ def _states(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) ->
     }
 
 
-def _dequantised(value: torch.Tensor) -> torch.Tensor:
-    part: Any = local(value)
-    whole = part.dequantize()
-    if isinstance(value, DTensor):
-        mesh, shape, stride = value.device_mesh, value.shape, value.stride()
-        return DTensor.from_local(whole, mesh, value.placements, run_check=False, shape=shape, stride=stride).cpu()
+def quantised(tensor: torch.Tensor) -> bool:
+    """Whether these are codes and scales of torchao's. Where a part is small, another rank's may be, and this one not."""
+    return hasattr(local(tensor), "codes")
+
+
+@torch.no_grad()
+def as_saved(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself; of a quantised or bfloat16 one an fp32 copy in host memory. What is quantised is quantised again, here as in a
+    run that begins with it (`load_saved`), so that both go on alike."""
+    part: Any = local(tensor)
+    if not quantised(tensor) and tensor.dtype != torch.bfloat16:
+        return tensor
+    whole = part.dequantize() if quantised(tensor) else part.float()
+    if quantised(tensor):
+        part.copy_(whole)
+    if isinstance(tensor, DTensor):
+        mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
+        return DTensor.from_local(whole, mesh, tensor.placements, run_check=False, shape=shape, stride=stride).cpu()
     return whole.cpu()
+
+
+@torch.no_grad()
+def load_saved(tensor: torch.Tensor, saved: torch.Tensor) -> None:
+    """Set a tensor to what `as_saved` gave, or what it was filled with."""
+    if saved is not tensor:
+        local(tensor).copy_(local(saved))

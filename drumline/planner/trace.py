@@ -110,7 +110,7 @@ def question_of(config: Config, model_path: str | None, layout: Layout, facts: M
         first_position=facts.first_position or 0,
         predicted=Predicted(),
     )
-    all_low = layout.engine == "deepspeed" and plan.precision != "fp32"
+    all_low = layout.pure or (layout.engine == "deepspeed" and plan.precision != "fp32")
     low = plan.precision if all_low else config.strategy.gathered_in(plan.precision, config.images_alone)
     hf_config = load_config(model_path, config.model)
     made = {"plan": json.loads(plan.model_dump_json()), "rows": layout.rows, "length": layout.length, "dtype": low}
@@ -321,6 +321,7 @@ class _Engine(NativeEngine):
 
     def __init__(self, plan: Plan, model: nn.Module, spread: Spread, around: Callable[[], Any] = contextlib.nullcontext) -> None:
         super(NativeEngine, self).__init__(plan, model, spread, around)
+        self.optimizer = None
         self.model.train()
 
 

@@ -145,8 +145,10 @@ def lay_out_spreadable(
 
 
 def keep_frozen_low(plan: Plan, model: Any) -> None:
-    """Keep frozen weights in the type that native engines compute in. Before the model is spread."""
+    """Keep frozen weights, or in pure bf16 all, in the type that native engines compute in. Before the model is spread."""
     dtype = LOW_PRECISION.get(plan.precision)
+    if plan.pure:
+        return keep_low([model], LOW_PRECISION["bf16"], vectors=True, trainable=True)
     if dtype is not None:
         keep_low([model], dtype)
         if gathered_in(plan) is None:
@@ -158,7 +160,7 @@ def _frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> ForwardE
     model, source = _lay_out(plan, device, frozenset(), head, draws=False)
     model.requires_grad_(False)
     dtype, casts = LOW_PRECISION.get(plan.precision), gathered_in(plan) is not None
-    pure = as_deepspeed and not casts
+    pure = (as_deepspeed or plan.pure) and not casts
     if dtype is not None:
         # In blocks autocast would round at each use, so no number changes: the trainable copy of the same weights starts equal.
         keep_low([model] if casts or pure else blocks(model), dtype, vectors=pure)

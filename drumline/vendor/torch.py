@@ -29,6 +29,7 @@ PLACES = {
     "local_scalar_dense": "torch:ops.aten._local_scalar_dense",
     "on_compile_end": "torch._dynamo:on_compile_end",
     "on_compile_start": "torch._dynamo:on_compile_start",
+    "orthogonalise": "torch.optim._muon:_zeropower_via_newtonschulz",
     "prepare_rowwise_input": "torch.distributed.tensor.parallel:RowwiseParallel._prepare_input_fn",
     "resolve_process_group": "torch.distributed.distributed_c10d:_resolve_process_group",
     "to_copy": "torch:ops.aten._to_copy",

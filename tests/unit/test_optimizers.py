@@ -7,15 +7,17 @@ import importlib.util
 from typing import Any
 
 import pytest
+import schedulefree
 import torch
 from torch import nn
 
-from drumline.core.config import Config, OptimizerConfig
+from drumline.core.config import Config, OptimizerConfig, PrecisionConfig
 from drumline.core.facts import Weight
 from drumline.core.optimizer import KINDS, lacking, refusals
 from drumline.core.rule import Case
 from drumline.errors import EnvironmentFault
-from drumline.parallel.optimizer import build_optimizer, load_quantised, optimizer_tensors, set_rate, take_step
+from drumline.parallel.low import LowAdamW, rounded
+from drumline.parallel.optimizer import as_saved, build_optimizer, load_saved, optimizer_tensors, set_rate, take_step
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
 
 SHAPES = {
@@ -24,6 +26,7 @@ SHAPES = {
     "model.layers.0.odd.weight": (65, 65),
     "norm.weight": (64,),
 }
+MATRICES = frozenset(name for name in SHAPES if "layers" in name)
 
 
 def parameters(seed: int = 0) -> dict[str, nn.Parameter]:
@@ -42,9 +45,11 @@ def learn(named: dict[str, nn.Parameter], optimizer: Any, seeds: range) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_have_the_bytes_that_are_counted(kind: str) -> None:
     named, options = parameters(), OptimizerConfig(kind=kind)
-    optimizer = build_optimizer(named, options)
+    optimizer = build_optimizer(named, options, matrices=MATRICES)
     held = MemoryStats.of((), (), tensors_in(*optimizer.state.values())).optimizer
-    assert held == sum(options.bytes_of(Weight(name, p.shape), p.numel()) for name, p in named.items())
+    assert held == sum(
+        options.bytes_of(Weight(name, p.shape, place="block" if name in MATRICES else "before"), p.numel()) for name, p in named.items()
+    )
     before = {name: p.detach().clone() for name, p in named.items()}
     learn(named, optimizer, range(1))
     assert all(not torch.equal(before[name], p) for name, p in named.items())
@@ -63,24 +68,94 @@ def test_lion_is_its_formula() -> None:
     torch.testing.assert_close(weight.detach().double(), w, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["adafactor", "muon", "schedule_free"])
+def test_on_one_rank_it_is_the_library_s(kind: str) -> None:
+    """Three steps, one of them behind an evaluation."""
+    named, theirs = parameters(), parameters()
+    options = OptimizerConfig(kind=kind, lr=0.01, momentum=0.95, weight_decay=0.1)
+    mine = build_optimizer(named, options, matrices=MATRICES)
+    decays = [[p for p in theirs.values() if p.ndim > 1], [p for p in theirs.values() if p.ndim == 1]]
+    groups: list[dict[str, Any]] = [{"params": params, "weight_decay": decay} for params, decay in zip(decays, (0.1, 0.0), strict=True)]
+    others: list[Any]
+    if kind == "adafactor":
+        others = [torch.optim.Adafactor(groups, lr=0.01, foreach=False)]
+    elif kind == "schedule_free":
+        others = [schedulefree.AdamWScheduleFree(groups, lr=0.01)]
+        others[0].train()
+    else:
+        own = [theirs[name] for name in MATRICES]
+        rest = [{**g, "params": [p for p in g["params"] if all(p is not q for q in own)]} for g in groups]
+        settings = {"lr": 0.01, "momentum": 0.95, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+        others = [torch.optim.Muon(own, **settings), torch.optim.AdamW(rest, lr=0.01)]
+    for seed in range(3):
+        learn(named, mine, range(seed, seed + 1))
+        generator = torch.Generator().manual_seed(100 + seed)
+        for other in theirs.values():
+            other.grad = torch.randn(other.shape, generator=generator)
+        for optimizer in others:
+            optimizer.step()
+        if seed == 1 and kind == "schedule_free":
+            for optimizer in (mine, *others):
+                optimizer.eval()
+            assert all(torch.allclose(named[name], theirs[name], rtol=1e-6, atol=1e-7) for name in named)
+            for optimizer in (mine, *others):
+                optimizer.train()
+    for name in named:
+        torch.testing.assert_close(named[name], theirs[name], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["adamw_8bit", "adamw_4bit"])
 def test_quantised_moments_go_on_from_fp32_ones_bit_for_bit(kind: str) -> None:
     """And from those of AdamW: the names are the same."""
     named, options = parameters(), OptimizerConfig(kind=kind, lr=1e-2)
     optimizer = build_optimizer(named, options)
     learn(named, optimizer, range(3))
-    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizer, named).items()}
+    saved = {name: as_saved(tensor).clone() for name, tensor in optimizer_tensors(optimizer, named).items()}
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     assert saved.keys() == optimizer_tensors(build_optimizer(others := parameters(), OptimizerConfig()), others).keys()
     again = {name: nn.Parameter(p.detach().clone()) for name, p in named.items()}
     second = build_optimizer(again, options)
-    tensors = optimizer_tensors(second, again)
-    for name, tensor in tensors.items():
-        tensor.copy_(saved[name])
-    load_quantised(second, again, tensors)
+    for name, tensor in optimizer_tensors(second, again).items():
+        load_saved(tensor, saved[name])
     learn(named, optimizer, range(3, 6))
     learn(again, second, range(3, 6))
     assert all(torch.equal(named[name], again[name]) for name in named)
+
+
+def low(rounding: str, seed: int = 0) -> Any:
+    precision = PrecisionConfig(kind="bf16", master="bf16", rounding=rounding)
+    return lambda groups: LowAdamW(groups, OptimizerConfig(lr=1e-3), precision, seed)
+
+
+def test_stochastic_rounding_is_right_in_the_mean() -> None:
+    value = torch.tensor([1.0, 1.001, -3.0101, 1e-20, 0.0])
+    drawn = torch.stack([rounded(value, torch.Generator().manual_seed(seed)) for seed in range(4000)])
+    assert torch.equal(drawn.bfloat16().float(), drawn), "bf16 holds each"
+    assert torch.equal(drawn[:, [0, 4]], value[[0, 4]].expand(4000, 2)), "what bf16 holds stays as it is"
+    torch.testing.assert_close(drawn.mean(0), value, rtol=2e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)])
+def test_in_pure_bf16_small_steps_are_not_lost(seed: int) -> None:
+    """A network of two layers learns another one in 400 steps: with stochastic rounding and Kahan sums the loss ends within 2% of that of
+    fp32 weights (0.00121 to 0.00134), with rounding to the nearest 1.65 to 1.72 times above."""
+    ends = {}
+    for rounding in ("fp32", "stochastic", "kahan", "nearest"):
+        torch.manual_seed(seed)
+        teacher, student = (nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)) for _ in range(2))
+        inputs = torch.randn(256, 16)
+        wanted = teacher(inputs).detach()
+        if rounding != "fp32":
+            student.bfloat16()
+        named = dict(student.named_parameters())
+        optimizer = build_optimizer(named, OptimizerConfig(lr=1e-3), make=None if rounding == "fp32" else low(rounding, seed))
+        for _ in range(400):
+            loss = (student(inputs.to(named["0.weight"].dtype)).float() - wanted).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            take_step(optimizer)
+        ends[rounding] = float(loss.detach())
+    assert max(ends["stochastic"], ends["kahan"]) < 1.05 * ends["fp32"] < 0.8 * ends["nearest"], ends
 
 
 def test_groups_have_rates_and_decay_of_their_own() -> None:
@@ -104,6 +179,8 @@ def test_what_does_not_go_together_is_refused() -> None:
     assert refused("zero2", kind="lion") == ["lion × ZeRO"]
     assert refused("zero3", groups=[{"match": ["*"]}]) == ["optimizer.groups × ZeRO"]
     assert refused("diloco", kind="adamw_8bit") == ["adamw_8bit × copies that drift apart"]
+    assert refused("zero1", kind="muon") == ["muon × ZeRO"]
+    assert refused("ddp", kind="schedule_free") == ["schedule_free × a schedule"]
     assert refused("fsdp2", kind="adamw_8bit") == refused("diloco", kind="lion") == refused("zero2", kind="sgd") == []
 
 

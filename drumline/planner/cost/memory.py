@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from drumline.core.cost import FULL, LOW, WIDTH, Buffers, State, kind_of
+from drumline.core.cost import FULL, LOW, WIDTH, Buffers, State, entry_bytes, kind_of
 from drumline.core.estimate import PROCESS, Activations, HostMemory, Memory
 from drumline.core.facts import ModelFacts, Part, end_weights, ends, part, part_of, rank_params
 from drumline.core.plan import Layout
@@ -130,7 +130,8 @@ def _phases(
     through = buffers.always + buffers.through
     # The norm behind the last block gives back three more of its width.
     norm = 12 * tokens * facts.hidden if mine.last and kept.live_loss is None and not layout.config.images_alone else 0
-    embedding = FULL * max((part(w, layout.mesh.tp, 1) for w in end_weights(facts, mine) if w.trainable), default=0) if mine.first else 0
+    largest = max((part(w, layout.mesh.tp, 1) for w in end_weights(facts, mine) if w.trainable), default=0)
+    embedding = entry_bytes(layout) * largest if mine.first else 0
     one = tokens * kept.saved_block
     first = Phase(there, saved + returning, 0.0 if there else left, through + buffers.begun + buffers.backward)
     at_end = max(buffers.backward + buffers.second, buffers.last, embedding)

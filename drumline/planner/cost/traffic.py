@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from functools import lru_cache
 
-from drumline.core.cost import WIDTH, Volume, kind_of
-from drumline.core.facts import ModelFacts, cut_weights, tp_ranks, weights_of
+from drumline.core.cost import WIDTH, Axis, Volume, kind_of
+from drumline.core.facts import ModelFacts, cut_dimension, cut_weights, part, tp_ranks, weights_of
 from drumline.core.model import Head
 from drumline.core.plan import Layout
 
@@ -26,14 +26,15 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:
     for head, model in layout.trainable(facts):
         volume.part = 1.0
         batch_norms(volume, layout, model)
-        for tp_rank, part in tp_ranks(model, mesh.tp):
+        for tp_rank, share in tp_ranks(model, mesh.tp):
             has = cut_weights(model, mesh.pp > 1, mesh.tp, tp_rank, strategy.shards(mesh), wrap and tuple(wrap))
-            volume.part = part / mesh.pp  # all stages together, dealt to their ranks
+            volume.part = share / mesh.pp  # all stages together, dealt to their ranks
             strategy.send(volume, layout, model, has, step)
             pipeline(volume, layout, model, has)
-            volume.part = part
+            volume.part = share
             strategy.send_norm(volume, layout, model, has)
         volume.part = 1 / mesh.pp
+        optimizer(volume, layout, model)
         tensor(volume, layout, model, head)
         context(volume, layout, model, head)
     return volume
@@ -50,6 +51,19 @@ def batch_norms(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
     parts = 3 * channels if layout.device == "cpu" else 2 * channels + sum(number for _, number in norms)
     volume.add("all_gather", 4 * rounds * parts, ranks, "gradients", calls)
     volume.add("all_reduce", 4 * rounds * 2 * channels, ranks, "gradients", calls)
+
+
+def optimizer(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
+    """What the step of an optimizer sends that needs whole matrices, or their sums: along each axis that a weight is cut over in turn."""
+    mesh, shards = layout.mesh, layout.strategy.shards(layout.mesh)
+    for weight, number in weights_of(facts):
+        tp = mesh.tp if cut_dimension(weight) is not None else 1
+        axes: list[tuple[Axis, int]] = [("shard", shards), ("tp", tp)]
+        axes, here = [axis for axis in axes if axis[1] > 1], part(weight, tp, shards)
+        for axis, ranks in axes if weight.trainable else ():
+            kind, bytes_ = layout.config.optimizer.sends(weight, here, len(axes))
+            volume.add(kind, number * bytes_, ranks, axis, number * 2 / ranks)
+            here *= ranks
 
 
 def pipeline(volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from drumline.core.cost import entry_bytes, low_moments
 from drumline.core.estimate import FITS, TIGHT
 from drumline.core.explain import count
 from drumline.core.plan import Layout
@@ -106,7 +107,7 @@ def _runs(found: Candidate) -> list[Line]:
 def _memory(question: Question, found: Candidate) -> list[Line]:
     memory, facts, layout = found.estimate.memory, question.facts, found.layout
     copy = MASTER if layout.engine == "deepspeed" and layout.precision != "fp32" else 0
-    moments = 4 * layout.config.optimizer.slots + copy
+    moments, each_of = low_moments(layout) or 4 * layout.config.optimizer.slots + copy, entry_bytes(layout)
     tokens = layout.rows * layout.length
     rows = f"{layout.rows} row{'s' * (layout.rows != 1)} × {layout.length:,} tokens"
     each = memory.activations / max(1, tokens * facts.layers * facts.hidden)
@@ -115,8 +116,8 @@ def _memory(question: Question, found: Candidate) -> list[Line]:
     yet = f"; {there / GB:.2f} of them are there at the peak" if memory.gradients - there >= 0.005 * GB else ""
     chunk = getattr(layout.config.algorithm, "loss_chunk", None)
     sources = {
-        "parameters": _shared(memory.parameters, of_all, 2 if copy else 4, "parameters", layout),
-        "gradients": _shared(memory.gradients, facts.trainable, 4, "trainable", layout) + yet,
+        "parameters": _shared(memory.parameters, of_all, 2 if copy else each_of, "parameters", layout),
+        "gradients": _shared(memory.gradients, facts.trainable, each_of, "trainable", layout) + yet,
         "optimizer": _shared(memory.optimizer, facts.trainable, moments, "trainable", layout),
         "activations": f"{rows} × {facts.layers} layers × width {facts.hidden:,} × {each:.1f} bytes",
         "logits": f"{tokens:,} tokens × {facts.vocab_size:,} words" if memory.logits else f"made {chunk} tokens at a time, never kept",
