@@ -81,11 +81,7 @@ def test_hosts_come_and_go_and_a_slow_one_holds_up_nobody(three: Hosts) -> None:
     three.kill(2)
     three.wait(1, of(1, 3))
     three.kill(1)  # the leader
-    alone = three.wait(3, of(3))
-    three.start(1)
-    again = three.wait(3, of(1, 3))
-    assert again["round"] > alone["round"]
-    three.wait(1, of(1, 3))
+    three.wait(3, of(3))
     sums: dict[int, set[int]] = {}
     for found in three.rounds(1) + three.rounds(2) + three.rounds(3):
         sums.setdefault(found["round"], set()).add(found["sums"])
@@ -110,6 +106,7 @@ def test_what_does_not_fit_is_refused_in_one_line(three: Hosts) -> None:
         assert code == 2 and says in said and "strategy.peers" in said and "Traceback" not in said, said
 
 
+@pytest.mark.full
 def test_a_host_without_the_secret_is_not_heard(three: Hosts) -> None:
     three.start(1)
     three.wait(1, of(1))

@@ -77,6 +77,25 @@ def test_what_is_refused(sections: dict[str, Any], says: str) -> None:
     assert says in error.value.line() and ("strategy." in error.value.line() or "health." in error.value.line())
 
 
+PEERS: dict[str, Any] = {"kind": "diloco", "delay": 2, "peers": ["a:29600", "b:29600"], "secret": "${env:NAME}"}
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "says"),
+    [
+        ({}, 2, "use launch.nproc=1, or leave peers out"),
+        ({"delay": 0}, 1, "no host waits for another — use delay=5"),
+        ({"secret": None}, 1, "anybody could send weights"),
+        ({"peers": ["a"]}, 1, "'a' is no host with a port"),
+        ({"peers": ["a:1", "a:1"]}, 1, "or there twice"),
+    ],
+)
+def test_what_peers_cannot_be(options: dict[str, Any], world_size: int, says: str) -> None:
+    with pytest.raises(PlanError) as error:
+        plan(world_size=world_size, batch={"global_samples": 8}, strategy={**PEERS, **options})
+    assert says in error.value.line()
+
+
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "int8"])
 def test_what_keeps_nothing_goes_with_a_loss_scale(kind: str) -> None:
     assert plan(world_size=4, strategy=ddp(kind), precision="fp16").precision == "fp16"
@@ -91,6 +110,8 @@ def test_what_keeps_nothing_goes_with_a_loss_scale(kind: str) -> None:
         ("local_sgd", 2, "clips by its own gradient norm"),
         ("diloco", 2, "mean of the ranks' weights"),
         ("diloco", 1, "one process"),
+        ({"kind": "diloco", "delay": 3}, 2, "used 3 steps after it was sent"),
+        (PEERS, 1, "2 hosts that come and go"),
     ],
 )
 def test_the_plan_says_why(strategy: Any, world_size: int, says: str) -> None:

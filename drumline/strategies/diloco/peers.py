@@ -5,7 +5,7 @@ When a fragment is due by the leader's steps, the leader asks all for θ − the
 the last one of theirs that was used. `delay` of its own steps later it takes what has come: Σ steps × outer gradient / Σ steps, in
 `bits`. It sends the mean, and who is in it, to all, in it or not; each takes the same outer step from the same bytes before its next
 inner step, so the outer weights are the same on all hosts. A host that is slow so comes with fewer steps, and one that is late is left
-out once: its weights keep what it has learned, and it comes with it the next time. A host that comes is sent the outer weights and their
+out once: its weights move with the outer ones, so what it has learned is all there the next time. A host that comes is sent the outer weights and their
 momentum, and begins from them. What comes when hangs on the network: such a run is not repeated to the bit.
 """
 
@@ -150,9 +150,10 @@ class PeersEngine(StreamingEngine):
         if header["kind"] == "mean" and header["round"] == self.rounds + 1:
             fragment = header["fragment"]
             anchors = self.fragments[fragment][1]
-            self._outer_step(fragment, unpacked(payload, torch.cat(anchors), self.outer.bits))
             self.rounds += 1
-            if (came := self.came.pop(self.rounds, None)) is not None and str(self.peers.index) in header["hosts"]:
+            came, is_in = self.came.pop(self.rounds, None), str(self.peers.index) in header["hosts"]
+            self._outer_step(fragment, unpacked(payload, torch.cat(anchors), self.outer.bits), is_in)
+            if is_in and came is not None:
                 self.used[fragment] = came
             hosts = {self.outer.peers[int(host)]: steps for host, steps in header["hosts"].items()}
             if hosts.keys() != self.hosts.keys():

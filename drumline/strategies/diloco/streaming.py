@@ -25,7 +25,7 @@ from drumline.dist.mesh import side_group
 from drumline.parallel.compress import ALL_GATHER, decode, encode
 from drumline.parallel.native import NativeEngine
 from drumline.strategies.diloco.engine import DiLoCoEngine
-from drumline.vendor.torch import foreach_add_, foreach_copy_, foreach_mul_
+from drumline.vendor.torch import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub
 
 Parts = list[torch.Tensor]  # flat views of some weights, one after another
 
@@ -69,12 +69,16 @@ class StreamingEngine(DiLoCoEngine):
         _, mean = self.under_way.pop(number)
         self._outer_step(number, mean.wait())
 
-    def _outer_step(self, number: int, flat: torch.Tensor) -> None:
-        """Of a fragment. `flat`: the mean of its outer gradients."""
+    def _outer_step(self, number: int, flat: torch.Tensor, is_in: bool = True) -> None:
+        """Of a fragment. `flat`: the mean of its outer gradients. Where this rank's is not in it, its weights move with the outer ones, so
+        that its outer gradient stays what it is."""
         weights, anchors, moments = self.fragments[number]
         deltas = list(flat.split([part.numel() for part in anchors]))
+        before = [] if is_in else [part.clone() for part in anchors]
         self.outer_step(anchors, moments, deltas)
-        if self.outer.delay and self.outer.keep:
+        if not is_in:
+            foreach_add_(weights, foreach_sub(anchors, before))
+        elif self.outer.delay and self.outer.keep:
             foreach_mul_(weights, self.outer.keep)
             foreach_add_(weights, anchors, alpha=1 - self.outer.keep)
         else:
