@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
+from drumline.strategies.diloco.spec import DiLoCoStrategy
+from drumline.strategies.diloco.streaming import StreamingEngine
 from tests.distributed import session_loop
 from tests.distributed.ranks import run_module
 from tests.distributed.streaming_worker import OPTIONS, STEPS, build
@@ -92,3 +94,14 @@ def test_follows_its_formulas(runs: Path, name: str) -> None:
         assert (begun - found).norm() > 0.1
         torch.testing.assert_close(found, expected[rank], rtol=1e-4, atol=1e-5)
     assert OPTIONS[name].get("keep") == 0 or not torch.equal(expected[0], expected[1])
+
+
+def test_a_host_that_is_left_out_keeps_its_outer_gradient() -> None:
+    engine = object.__new__(StreamingEngine)
+    engine.outer = DiLoCoStrategy(delay=1)
+    weights, anchors, moments, mean = torch.randn(4, 9).unbind()
+    engine.fragments = [([weights], [anchors], [moments])]
+    own, before = anchors - weights, anchors.clone()
+    engine._outer_step(0, mean, is_in=False)
+    assert not torch.equal(anchors, before)
+    torch.testing.assert_close(anchors - weights, own)

@@ -5,8 +5,8 @@ When a fragment is due by the leader's steps, the leader asks all for θ − the
 the last one of theirs that was used. `delay` of its own steps later it takes what has come: Σ steps × outer gradient / Σ steps, in
 `bits`. It sends the mean, and who is in it, to all, in it or not; each takes the same outer step from the same bytes before its next
 inner step, so the outer weights are the same on all hosts. A host that is slow so comes with fewer steps, and one that is late is left
-out once: its weights move with the outer ones, so what it has learned is all there the next time. A host that comes is sent the outer weights and their
-momentum, and begins from them. What comes when hangs on the network: such a run is not repeated to the bit.
+out once: its weights move with the outer ones, so what it has learned is all there the next time. A host that comes is sent the outer
+weights and their momentum, and begins from them. What comes when hangs on the network: such a run is not repeated to the bit.
 """
 
 from __future__ import annotations
