@@ -5,8 +5,9 @@
 Hosts are network namespaces of one machine (tests/hosts), one process each, SmolLM2-135M in fp32, 256 tokens a step and host. `streamed`:
 both are ranks of one run, whose fragments are used 5 steps after they were sent. `peers`: each is a run of its own. `alone`: the same two
 processes without the other. A mode and `alone` take turns of `--seconds` each (the other is stopped meanwhile), so that both see the
-same machine; counted are turns after the fifth step of all. The figure is the steps a second of the mode over those of `alone`: in all, in
-four stretches of the first host (how far they lie apart is the noise of the machine), and by processor seconds. Needs root.
+same machine; counted are turns after the fifth step of all. Figures: the steps a second of the mode over those of `alone`, in all and in
+four stretches of the first host (how far they lie apart is the noise of the machine); the same by processor seconds; and the part of a
+step that quantising, outer steps and waiting for others take, by the ranks' own clocks. Needs root.
 """
 
 from __future__ import annotations
@@ -70,10 +71,12 @@ def compare(options: argparse.Namespace, work: Path, mode: str) -> dict[str, Any
                     group.first = group.turns  # what all do at the same time is counted
         rates = {name: [rate(host) for host in group.counted()] for name, group in groups.items()}
         figures = {name: {key: statistics.mean(row[key] for row in rows) for key in rows[0]} for name, rows in rates.items()}
+        ours = [row for rows in groups[mode].counted() for row in rows]
         by_stretch = zip(stretches(groups[mode]), stretches(groups["alone"]), strict=True)
         return {
             "of_alone_by_stretch": [one / other for one, other in by_stretch if other],
             "of_alone": {key: value / figures["alone"][key] for key, value in figures[mode].items() if figures["alone"][key]},
+            "exchange_of_a_step": sum(row.exchange for row in ours) / sum(row.step for row in ours),
             **figures,
             "link": "netem" if has_netem(made["a"]) else "tbf and a relay over TUN devices",
             "hosts": rates,
@@ -81,11 +84,14 @@ def compare(options: argparse.Namespace, work: Path, mode: str) -> dict[str, Any
 
 
 class Row(NamedTuple):
-    """When a step ended. `seconds` that its group has run; `used`: processor seconds of both hosts, read at the end of the turn."""
+    """When a step ended. `seconds` that its group has run; `used`: processor seconds of both hosts, read at the end of the turn; `step`: its
+    own seconds, and of them those for the exchange."""
 
     seconds: float
     used: float
     turn: int
+    step: float
+    exchange: float
 
 
 class Group:
@@ -134,7 +140,7 @@ class Group:
         for run, rows in zip(self.runs, self.rows, strict=True):
             steps = [event for event in read(run / "events.jsonl") if isinstance(event, Step)] if (run / "events.jsonl").exists() else []
             for event in steps[len(rows) :]:
-                rows.append(Row(self.active + event.t - began, self.used(), self.turns))
+                rows.append(Row(self.active + event.t - began, self.used(), self.turns, event.seconds or 0.0, event.comm_s or 0.0))
         self.active, self.turns = self.active + time.time() - began, self.turns + 1
         for process in self.processes:
             if process.poll() not in (None, 0):
