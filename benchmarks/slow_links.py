@@ -84,8 +84,8 @@ def compare(options: argparse.Namespace, work: Path, mode: str) -> dict[str, Any
 
 
 class Row(NamedTuple):
-    """When a step ended. `seconds` that its group has run; `used`: processor seconds of both hosts, read at the end of the turn; `step`: its
-    own seconds, and of them those for the exchange."""
+    """When a step ended. `seconds` that its group has run; `used`: processor seconds of both hosts, read at the end of the turn; `step`:
+    its own seconds, and of them those for the exchange."""
 
     seconds: float
     used: float
