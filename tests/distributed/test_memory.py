@@ -25,6 +25,7 @@ from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 ALONE = {"data": {"packing": False, "max_length": 32}, "batch": {"global_samples": 8, "micro_batch": 4}}
 LOW, FULL = {"precision": "bf16"}, {"memory": {"activation_checkpointing": "full"}}
+PURE = {"precision": {"kind": "bf16", "master": "bf16"}}
 SELECTIVE = {"memory": {"activation_checkpointing": "selective"}}
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
 PLAIN = {"algorithm": {"kind": "sft", "loss_chunk": 0}}
@@ -51,6 +52,10 @@ ROWS: dict[str, Row] = {
     "tp": Row({"kind": "tp"}, 2),
     "pp": Row({"kind": "pp"}, 2, {"batch": {"global_samples": 8, "micro_batch": 2}}, within=0.12),
     "pp, interleaved": Row({"kind": "pp", "schedule": "interleaved"}, 2, {"batch": {"global_samples": 8, "micro_batch": 2}}, within=0.12),
+    "single, pure bf16, kahan, full": Row({"kind": "single"}, 1, {"precision": {**PURE["precision"], "rounding": "kahan"}} | FULL),
+    "fsdp2, pure bf16": Row({"kind": "fsdp2"}, 2, PURE, within=0.12),
+    "ddp, adamw_8bit": Row({"kind": "ddp"}, 2, {"optimizer": {"kind": "adamw_8bit"}}),
+    "fsdp2, muon": Row({"kind": "fsdp2"}, 2, {"optimizer": {"kind": "muon"}}, within=0.12),
     "zero1, bf16": Row({"kind": "zero1"}, 2, LOW),
     "zero2": Row({"kind": "zero2"}, 2),
     "zero2, bf16, offloaded": Row({"kind": "zero2", "offload_optimizer": "cpu"}, 2, LOW, within=0.12),
