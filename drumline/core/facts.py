@@ -78,6 +78,7 @@ class ModelFacts:
     drops_scores: bool = False  # there is dropout over attention's scores
     drops_stream: bool = False  # and over what attention and feed-forward give
     recomputes: bool = True  # its blocks have activation checkpointing
+    needs_mask: str = ""  # why its attention takes a mask, and not the lengths of documents; empty where lengths will do
     whole_sequences: str = ""  # why its sequences cannot be cut over ranks; empty where they can
     uncut: str = ""  # why its blocks cannot be the stages of a pipeline, as far as its modules say; empty where they may be
     windows: bool = False  # some layers look at a window or a chunk of the tokens before

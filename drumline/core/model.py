@@ -65,8 +65,10 @@ class ModelConfig(Section):
     shape: ModelShape | None = Field(None, description="A model with Llama's architecture, given by its sizes instead of an id.")
     tokenizer: PathText | None = Field(None, description="Folder, hub id or `package:NAME` of a tokenizer to use instead of the model's.")
     chat_template: PathText | None = Field(None, description="Path of a Jinja file to use instead of the tokenizer's chat template.")
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
-        "auto", description="Attention implementation; auto: sdpa."
+    attention: Literal["auto", "sdpa", "eager", "documents", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
+        "auto",
+        description="Attention kernel. sdpa and eager keep documents apart by a mask of all pairs of tokens, the rest by their lengths;"
+        " documents: sdpa for each by itself; varlen: torch's own for 16 bits. auto: by device, type and head size; the plan says which.",
     )
     trust_remote_code: bool = Field(False, description="Run the code that comes with the model.")
     freeze: list[str] = Field([], description="Modules or parameters to freeze, with everything below them, such as model.visual.")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+from drumline.core.attention import choice_of
 from drumline.core.batch import resolve_batch, steps_of_rollouts
 from drumline.core.config import Config, NoAdapter, OptimizerConfig, ScheduleConfig
 from drumline.core.estimate import PROCESS
@@ -49,6 +50,8 @@ def resolve(
     batch = resolve_batch(config, mesh.data_ranks, in_flight(mesh, strategy), why=why)
     why += batch_norm_why(config, batch, facts.batch_norms if facts else 0)
     layout = lay_out(case, batch, roles or {}, data, len(machine.devices), why)
+    if facts is not None and not config.images_alone:
+        why.append(f"attention {choice_of(layout, facts).line}")
     why += strategy.notes(world, layout.devices_per_rank, batch.micro_batch)
     offloads = strategy.offloads()
     return Plan(

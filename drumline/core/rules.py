@@ -155,8 +155,8 @@ def _context_parallel(case: Case) -> Iterator[Refusal]:
         yield Refusal("ring × packing", reason, "use ulysses, or data.packing=false")
     if mesh.pp > 1:
         yield Refusal("cp × pp", "the stages of a pipeline are handed whole sequences", "use cp with ddp or fsdp2, or pp without cp")
-    if config.model.attention not in ("auto", "sdpa"):
-        reason = f"parts of sequences are exchanged around sdpa, not around {config.model.attention}"
+    if config.model.attention == "eager" or (ring and config.model.attention not in ("auto", "sdpa")):
+        reason = f"parts of sequences are exchanged around {'the ring of torch' if ring else 'sdpa'}, not around {config.model.attention}"
         yield Refusal("cp × attention", reason, "use model.attention=auto", "model.attention")
     parts = 2 * cp if ring else cp  # a ring shares causal work out evenly where each rank has two
     if length % parts:

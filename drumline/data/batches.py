@@ -60,8 +60,11 @@ class TokenBatch(Batch):
     `targets_BT` is shifted: the token that follows, or IGNORE for a token without loss, at the end of a segment and in padding.
     `position_ids_BT` restarts at 0 in each segment, and attention must not cross a restart. There is no attention mask: padding is on the
     right, where causal attention hides it from real tokens. Its positions continue those of the last segment, so that rows of a batch
-    without packing are 0, 1, 2, … and keep the fast path of attention. `weight`: the number of targets. `lengths_B`: int64, tokens of each
-    row without padding.
+    without packing are 0, 1, 2, … `weight`: the number of targets. `lengths_B`: int64, tokens of each row without padding.
+
+    What the host would have to wait for a device to count, it counts here: `documents`, the lengths of each row's segments; `bounds_N`
+    int32, where they begin in all rows end to end, padding as a segment of its own, B × T last; `learned_M` int64, the places of targets
+    in them. None: not known, as where a batch was cut.
     """
 
     input_ids_BT: torch.Tensor
@@ -69,6 +72,9 @@ class TokenBatch(Batch):
     position_ids_BT: torch.Tensor
     weight: float
     lengths_B: Any = field(default=None, kw_only=True)
+    documents: tuple[tuple[int, ...], ...] | None = field(default=None, kw_only=True)
+    bounds_N: torch.Tensor | None = field(default=None, kw_only=True)
+    learned_M: torch.Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.lengths_B is None:  # nothing is padding
@@ -111,8 +117,16 @@ def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | 
             positions[index, start:] = np.arange(width - start)
             start = stop
     real = torch.tensor([0 if row is None else length for row, length in zip(rows, lengths, strict=True)])
-    weight = int((targets != IGNORE).sum())
-    return TokenBatch(torch.from_numpy(ids), torch.from_numpy(targets), torch.from_numpy(positions), weight, lengths_B=real)
+    learned = torch.from_numpy(np.flatnonzero(targets != IGNORE))
+    documents = tuple(tuple(len(tokens) for tokens, _ in row or () if len(tokens)) for row in rows)
+    known: dict[str, Any] = {"lengths_B": real, "documents": documents, "bounds_N": bounds(documents, width), "learned_M": learned}
+    return TokenBatch(torch.from_numpy(ids), torch.from_numpy(targets), torch.from_numpy(positions), len(learned), **known)
+
+
+def bounds(documents: Sequence[Sequence[int]], width: int) -> torch.Tensor:
+    """`TokenBatch.bounds_N` of rows of `width` tokens."""
+    sizes = [size for row in documents for size in (*row, width - sum(row)) if size]
+    return torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
 
 
 def learned_segment(tokens: int) -> Segment:

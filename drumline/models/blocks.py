@@ -5,6 +5,7 @@ module."""
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -80,6 +81,17 @@ def whole_sequences(model: Any) -> str:
         return "its attention does not go through transformers' attention interface with sdpa"
     mixing = sorted({*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - ATTENTION_LAYERS)
     return f"its layers of kind {mixing[0]} mix tokens without attention" if mixing else ""
+
+
+def needs_mask(model: Any) -> str:
+    """Why its attention takes a mask and not the lengths of documents, by the model's class and config; empty where lengths will do."""
+    module = sys.modules[type(model).__module__]
+    if not getattr(model, "_supports_attention_backend", False) or not hasattr(module, "eager_attention_forward"):
+        return "its attention does not go through transformers' attention interface"
+    if getattr(model.config, "vision_config", None) is not None or getattr(model.config, "is_encoder_decoder", False):
+        return "it is no model of text alone"
+    kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - {"full_attention", "sliding_attention", "attention"}
+    return f"it has layers of kind {min(kinds)}" if kinds else ""
 
 
 def counted(model: Any) -> dict[str, Any]:

@@ -38,14 +38,16 @@ def lay_out(
     or one of another shape, it is drawn; with `draws` False that is an error, since a frozen model needs a trained head.
 
     Parameters and persistent buffers are on the meta device, other buffers are real. A model whose weights cannot be read in parts is
-    built whole on `device`; the reason is logged. attention `auto` is transformers' default: sdpa, or eager for a class without sdpa.
+    built whole on `device`; the reason is logged. Attention is transformers' own, where it has no such: its default, sdpa, or eager for a
+    class without sdpa (`models.attention` lays ours over it).
     `quantization`: transformers' config of it, for pretrained weights (see `models.adapters.quantization`). `checkpoint_keys`: names of
     tensors that a checkpoint will fill; if these are all, no file is read.
     Raises ModelError, also if the folder lacks weights of some part of the model (transformers would draw them).
     """
     quiet()
     config = with_classes(load_config(path, model), head, labels)
-    options = {"dtype": dtype or torch.float32, "attn_implementation": None if model.attention == "auto" else model.attention}
+    own = model.attention in ("auto", "documents", "varlen")
+    options = {"dtype": dtype or torch.float32, "attn_implementation": None if own else model.attention}
     pretrained = path if model.init == "pretrained" else None
     packed = quantization is not None and pretrained is not None
     try:

@@ -15,12 +15,13 @@ from torch.nn import functional
 
 from drumline.core.rules import NO_PACKS
 from drumline.dist.mesh import first_row
+from drumline.models.attention import attending
 from drumline.models.classes import bidirectional, ends_in_classes, reads_images
 from drumline.models.losses import Answers, VocabularyPart, cross_entropy, linear_cross_entropy, linear_log_probs, log_probs
 from drumline.models.router import router_of, trains_router
 from drumline.models.scores import class_logits, grey_image, score_head, score_parts
 from drumline.models.sequence import SequencePart
-from drumline.models.small import close, probe, try_small
+from drumline.models.small import Tokens, close, probe, try_small
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Outputs:
     score: nn.Linear | None = None
     logits_BC: torch.Tensor | None = None  # of a classifier: C classes for each of B samples
     router_logits: Sequence[torch.Tensor] = ()  # with a router loss: for each layer [B × T, E] of this part
+    targets: tuple[torch.Tensor, torch.Tensor] | None = None  # the batch's, and the places of those that are learned, int64[M]
 
     def class_logits(self) -> torch.Tensor:
         """float[B, C]: a classifier's logits, whole on every rank that shares the samples."""
@@ -57,18 +59,19 @@ class Outputs:
         if self.logits_BTV is not None:
             loss_sum, correct_N = cross_entropy(self.logits_BTV.flatten(0, 1), mine.reshape(-1))
         else:
-            loss_sum, correct_N = linear_cross_entropy(*self._head(), mine.reshape(-1), chunk, self.part)
+            learned_M = self._learned(targets_BT)
+            loss_sum, correct_N = linear_cross_entropy(*self._head(), mine.reshape(-1), chunk, self.part, learned_M)
         correct = self._whole(correct_N.view_as(mine))
         return loss_sum if self.sequence is None else self.sequence.total(loss_sum), correct
 
     def log_probs(self, targets_BT: torch.Tensor, chunk: int, temperature: float = 1.0, entropy: bool = False) -> Answers:
         """log softmax(logits / temperature)[target], fp32[B, T], 0 where the target is −100; and with `entropy` that of the distribution,
         in nats, 0 in the same places. Both are differentiable. `chunk` as in `cross_entropy`."""
-        mine = self._cut(targets_BT)
+        mine, learned_M = self._cut(targets_BT), self._learned(targets_BT)
         if self.logits_BTV is not None:
-            chosen_N, entropy_N = log_probs(self.logits_BTV.flatten(0, 1), mine.reshape(-1), temperature, entropy)
+            chosen_N, entropy_N = log_probs(self.logits_BTV.flatten(0, 1), mine.reshape(-1), temperature, entropy, learned_M)
         else:
-            chosen_N, entropy_N = linear_log_probs(*self._head(), mine.reshape(-1), chunk, temperature, entropy, self.part)
+            chosen_N, entropy_N = linear_log_probs(*self._head(), mine.reshape(-1), chunk, temperature, entropy, self.part, learned_M)
         return self._whole(chosen_N.view_as(mine)), None if entropy_N is None else self._whole(entropy_N.view_as(mine))
 
     def values(self) -> torch.Tensor:
@@ -83,6 +86,10 @@ class Outputs:
     def _head(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         assert self.hidden_BTD is not None and self.weight_VD is not None
         return self.hidden_BTD.flatten(0, 1), self.weight_VD, self.bias_V
+
+    def _learned(self, targets_BT: torch.Tensor) -> torch.Tensor | None:
+        """The places of targets, where the host has counted them: of the whole batch."""
+        return self.targets[1] if self.targets and self.targets[0] is targets_BT and self.sequence is None else None
 
     def _cut(self, whole_BT: torch.Tensor) -> torch.Tensor:
         return whole_BT if self.sequence is None else self.sequence.cut(whole_BT)
@@ -143,7 +150,8 @@ def require_next_token(model: Any, device: str, packed: bool) -> None:
         if not packed:
             return True
         positions = torch.arange(4, device=ids_BT.device).repeat(2)[None]
-        behind = small(input_ids=ids_BT, position_ids=positions, use_cache=False).logits[:, 4:]
+        with attending(small, Tokens(ids_BT, positions, documents=((4, 4),))) as inputs:
+            behind = small(**inputs, use_cache=False).logits[:, 4:]
         alone = small(input_ids=ids_BT[:, 4:], position_ids=positions[:, 4:], use_cache=False).logits
         return close(behind, alone)
 
@@ -160,12 +168,10 @@ def any_batch(model: Any, device: Any, side: int | None = None) -> Any:
 
 
 def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, sequence: SequencePart | None = None) -> Outputs:
-    """The outputs of a model for a batch (its `inputs()`), or for this rank's part. There is no attention mask: transformers makes the
-    block-diagonal one from positions, which restart at each document of a pack."""
+    """The outputs of a model for a batch, or for this rank's part. Documents are kept apart by their lengths (`models.attention`), or else
+    by the block-diagonal mask that transformers makes from positions, which restart at each document of a pack."""
     if ends_in_classes(model):
         return Outputs(logits_BC=class_logits(model, batch, sequence))
-    inputs: dict[str, Any] = batch.inputs() if sequence is None else sequence.inputs(batch)
-    inputs |= {"output_router_logits": True} if trains_router(model) else {}
     score, parts = score_head(model), parts or score_parts(model)
     seen: list[torch.Tensor] = []
     with contextlib.ExitStack() as hooks:
@@ -174,8 +180,12 @@ def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, s
             # that of tensor parallelism, which makes the input a DTensor.
             note = lambda _module, inputs: seen.append(inputs[0])  # noqa: E731
             hooks.enter_context(model.get_output_embeddings().register_forward_pre_hook(note, prepend=True))
+        inputs = hooks.enter_context(attending(model, batch, sequence))
+        inputs |= {"output_router_logits": True} if trains_router(model) else {}
         made = (model if parts is None else parts[0])(**inputs, use_cache=False)
-    known = Outputs(score=score, sequence=sequence, router_logits=getattr(made, "router_logits", None) or ())
+    learned_M = getattr(batch, "learned_M", None)
+    targets = None if learned_M is None else (batch.targets_BT, learned_M)
+    known = Outputs(score=score, sequence=sequence, router_logits=getattr(made, "router_logits", None) or (), targets=targets)
     if parts is None:
         return replace(known, logits_BTV=made.logits, hidden_BTD=seen[0] if seen else None)
     known, head = replace(known, hidden_BTD=made.last_hidden_state), parts[1]

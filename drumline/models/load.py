@@ -18,7 +18,7 @@ from drumline.core.registry import nearest
 from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import first_line, judged, read_text
 from drumline.models import adapters
-from drumline.models.blocks import counted, tensor_plan, tower_flops, uncut, vision_tower, whole_sequences
+from drumline.models.blocks import counted, needs_mask, tensor_plan, tower_flops, uncut, vision_tower, whole_sequences
 from drumline.models.classes import AUTO, LM, auto_class, bidirectional, is_encoder, is_vision_language
 from drumline.models.files import check_counts, check_folder, tokenizer_folder
 from drumline.models.freeze import freeze
@@ -232,6 +232,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         keeps_scores=getattr(config, "_attn_implementation", None) == "eager",
         caps_scores=bool(getattr(text, "attn_logit_softcapping", None)),
         drops_scores=any(getattr(text, key, None) for key in SCORE_DROPOUTS),
+        needs_mask=needs_mask(model),
         whole_sequences=whole_sequences(model),
         uncut=uncut(model),
         windows=bool({"sliding_attention", "chunked_attention"}.intersection(getattr(text, "layer_types", None) or all_layers)),

@@ -33,7 +33,13 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]
 
 
 def linear_cross_entropy(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, chunk: int, part: VocabularyPart | None = None
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    chunk: int,
+    part: VocabularyPart | None = None,
+    learned_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`cross_entropy(hidden @ weightᵀ + bias, targets)` with the logits of at most `chunk` tokens in memory at once.
 
@@ -45,20 +51,25 @@ def linear_cross_entropy(
 
     `part`: weight and bias are this rank's rows. Softmax is over the rows of all ranks (Megatron-LM's vocabulary-parallel loss, Shoeybi et
     al. 2019): loss, first choice and hidden's gradient are those of the whole head on each rank. Collective.
+
+    `learned_M`: int64, the rows with a target. None: they are looked for, and the host waits.
     """
     if part is None and chunk == 0:
         return cross_entropy(functional.linear(hidden_ND, weight_VD, bias_V), targets_N)
     # Inside a Function neither grad mode nor needs_input_grad shows a no_grad around it.
     chunk = chunk or max(1, len(targets_N))
-    loss_sum, correct_N = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, targets_N, chunk, part, torch.is_grad_enabled())
+    learned_M = _learned(targets_N) if learned_M is None else learned_M
+    of_rows = (targets_N, learned_M, chunk, part, torch.is_grad_enabled())
+    loss_sum, correct_N = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, *of_rows)
     return loss_sum, correct_N
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, chunk: int, part: Any, wanted: bool
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, learned_M: Tensor, *options: Any
     ) -> tuple[Tensor, Tensor]:
+        chunk, part, wanted = options
         dtype = _product_dtype(hidden_ND)
         precise = torch.promote_types(dtype, torch.float32)
         scale = FP16_SCALE if dtype == torch.float16 else None
@@ -68,7 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grads = _Gradients(hidden_ND, weight_VD, bias_V, wants, precise)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             weight, bias = _cast(weight_VD, bias_V, dtype)
-            for rows in _chunks(targets_N, chunk):
+            for rows in _chunks(learned_M, chunk):
                 hidden, targets = hidden_ND[rows].to(dtype), targets_N[rows]
                 logits = functional.linear(hidden, weight, bias).to(precise)
                 top, first = _largest(logits, part)
@@ -90,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # In place: a copy of the weight's gradient would be as large as the logits that were saved. autograd refuses a second backward.
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         grads = [None if grad is None else grad.mul_(grad_loss).to(dtype) for grad, dtype in saved]
-        return (*grads, None, None, None, None)
+        return (*grads, None, None, None, None, None)
 
 
 def _largest(logits_NV: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
@@ -170,10 +181,12 @@ class _Gradients:
         return self.hidden, self.weight, self.bias
 
 
-def log_probs(logits_NV: Tensor, targets_N: Tensor, temperature: float = 1.0, entropy: bool = False) -> Answers:
+def log_probs(
+    logits_NV: Tensor, targets_N: Tensor, temperature: float = 1.0, entropy: bool = False, learned_M: Tensor | None = None
+) -> Answers:
     """log softmax(logits / temperature)[target] in fp32, [N], 0 where the target is −100; with `entropy` also that of the distributions
-    in nats, 0 in the same places, else None."""
-    target_rows = (targets_N != IGNORE).nonzero().squeeze(1)
+    in nats, 0 in the same places, else None. `learned_M`: as in `linear_cross_entropy`."""
+    target_rows = _learned(targets_N) if learned_M is None else learned_M
     logits = logits_NV[target_rows]
     log_NV = functional.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
     empty_N = log_NV.new_zeros(len(targets_N))
@@ -190,6 +203,7 @@ def linear_log_probs(
     temperature: float = 1.0,
     entropy: bool = False,
     part: VocabularyPart | None = None,
+    learned_M: Tensor | None = None,
 ) -> Answers:
     """`log_probs(hidden @ weightᵀ + bias, …)` with the logits of at most `chunk` tokens in memory at once, forward and backward.
 
@@ -200,19 +214,20 @@ def linear_log_probs(
     gradient near fp16's largest number, whatever the loss scale. `chunk` 0: all logits at once, by autograd. Any number of backwards, no
     second derivatives.
 
-    `part`: weight and bias are this rank's rows, and the answers those of the whole head. Collective, backward too.
+    `part`: weight and bias are this rank's rows, and the answers those of the whole head. Collective, backward too. `learned_M`: as there.
     """
+    learned_M = _learned(targets_N) if learned_M is None else learned_M
     if part is None and chunk == 0:
-        return log_probs(functional.linear(hidden_ND, weight_VD, bias_V), targets_N, temperature, entropy)
+        return log_probs(functional.linear(hidden_ND, weight_VD, bias_V), targets_N, temperature, entropy, learned_M)
     chunk = chunk or max(1, len(targets_N))
-    answers: Answers = _LinearLogProbs.apply(hidden_ND, weight_VD, bias_V, targets_N, chunk, temperature, entropy, part)
+    answers: Answers = _LinearLogProbs.apply(hidden_ND, weight_VD, bias_V, targets_N, learned_M, chunk, temperature, entropy, part)
     return answers
 
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, *options: Any) -> Answers:
-        chunk, temperature, entropy, part = options
+        learned_M, chunk, temperature, entropy, part = options
         dtype = _product_dtype(hidden_ND)
         ctx.dtype, ctx.chunk, ctx.temperature, ctx.part = dtype, chunk, temperature, part
         ctx.set_materialize_grads(False)
@@ -220,7 +235,7 @@ class _LinearLogProbs(torch.autograd.Function):
         chosen_N, total_N, entropy_N = (torch.zeros(len(targets_N), dtype=precise, device=hidden_ND.device) for _ in range(3))
         with torch.autocast(hidden_ND.device.type, enabled=False):
             weight, bias = _cast(weight_VD, bias_V, dtype)
-            for rows in _chunks(targets_N, chunk):
+            for rows in _chunks(learned_M, chunk):
                 logits = _logits(hidden_ND[rows].to(dtype), weight, bias, temperature)
                 top = logits.amax(-1)
                 if part is not None:
@@ -232,18 +247,18 @@ class _LinearLogProbs(torch.autograd.Function):
                 if entropy:
                     entropy_N[rows] = log_total - rest[0] / total
         # Not the cast weight, which would be a copy kept until backward.
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, total_N, entropy_N)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, learned_M, total_N, entropy_N)
         return chosen_N, entropy_N if entropy else None
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_chosen_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Any, ...]:
-        hidden_ND, weight_VD, bias_V, targets_N, total_N, entropy_N = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, targets_N, learned_M, total_N, entropy_N = ctx.saved_tensors
         dtype = ctx.dtype
         grads = _Gradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[:3], total_N.dtype)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             weight, bias = _cast(weight_VD, bias_V, dtype)
-            for rows in _chunks(targets_N, ctx.chunk):
+            for rows in _chunks(learned_M, ctx.chunk):
                 hidden = hidden_ND[rows].to(dtype)
                 log_p = _logits(hidden, weight, bias, ctx.temperature).sub_(total_N[rows][:, None])
                 chosen, entropy = (None if grad_N is None else grad_N[rows].to(log_p.dtype) for grad_N in (grad_chosen_N, grad_entropy_N))
@@ -251,16 +266,21 @@ class _LinearLogProbs(torch.autograd.Function):
                 grad = _grad_logits(log_p, chosen, entropy, entropy_N[rows], *places).div_(ctx.temperature)
                 grads.add(rows, grad, hidden, weight, _scale(grad) if dtype == torch.float16 else None)
         pairs = zip(grads.total(ctx.part), (hidden_ND, weight_VD, bias_V), strict=True)
-        return (*(None if grad is None else grad.to(of.dtype) for grad, of in pairs), None, None, None, None, None)
+        return (*(None if grad is None else grad.to(of.dtype) for grad, of in pairs), *[None] * 6)
 
 
 def _cast(weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     return weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
 
 
-def _chunks(targets_N: Tensor, chunk: int) -> list[Tensor]:
-    """Indices of the rows with a target, at most `chunk` at a time."""
-    return [rows for rows in (targets_N != IGNORE).nonzero().squeeze(1).split(chunk) if len(rows)]
+def _learned(targets_N: Tensor) -> Tensor:
+    """Indices of the rows with a target. On a GPU the host waits for their number."""
+    return (targets_N != IGNORE).nonzero().squeeze(1)
+
+
+def _chunks(learned_M: Tensor, chunk: int) -> list[Tensor]:
+    """They, at most `chunk` at a time."""
+    return [rows for rows in learned_M.split(chunk) if len(rows)]
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:

@@ -14,6 +14,7 @@ from torch import nn
 from drumline.core.model import Head
 from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
+from drumline.models.attention import attending
 from drumline.models.classes import reads_images
 from drumline.models.sequence import SequencePart
 from drumline.models.small import close, try_small
@@ -86,15 +87,16 @@ def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -
     """float[B, C] of a batch of texts or images; of sequences cut over ranks (`sequence`) the same on all of these. A text without
     attention mask is for a decoder, whose head reads the last token (`last_B`). That is found by its place and not by the padding id, so a
     text may end in that id."""
-    inputs = batch.inputs() if sequence is None else sequence.inputs(batch)
     parts = None if reads_images(model) or getattr(batch, "attention_mask_BT", None) is not None else last_token_head(model)
     if parts is None:
-        logits_BC: torch.Tensor = model(**inputs).logits
+        with attending(model, batch, sequence) as inputs:
+            logits_BC: torch.Tensor = model(**inputs).logits
         if sequence is None:
             return logits_BC
         return sequence.total(logits_BC * float(sequence.index == 0))  # the head reads the first token
     trunk, head = parts
-    hidden_BTD = trunk(**inputs, use_cache=False).last_hidden_state
+    with attending(model, batch, sequence) as inputs:
+        hidden_BTD = trunk(**inputs, use_cache=False).last_hidden_state
     if sequence is None:
         rows_B = torch.arange(hidden_BTD.shape[0], device=hidden_BTD.device)
         picked: torch.Tensor = head(hidden_BTD[rows_B, getattr(batch, "last_B", -1)])  # a trial's rows are full

@@ -22,11 +22,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids for trials: int64[B, T] each; `position_ids_BT` None: 0, 1, 2, … `images`: what the model is also called with."""
+    """Token ids for trials: int64[B, T] each; `position_ids_BT` None: 0, 1, 2, … `images`: what the model is also called with. `documents`:
+    lengths in each row, which fill it."""
 
     input_ids_BT: torch.Tensor
     position_ids_BT: Any = None
     images: dict[str, torch.Tensor] = field(default_factory=dict)
+    documents: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def bounds_N(self) -> torch.Tensor:  # noqa: N802 - as the fields of batches are called
+        sizes = [0, *(size for row in self.documents or () for size in row)]
+        return torch.tensor(sizes, device=self.input_ids_BT.device).cumsum(0).to(torch.int32)
 
     def __post_init__(self) -> None:
         if self.position_ids_BT is None:

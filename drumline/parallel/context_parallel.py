@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.core.rules import NO_PARTS
 from drumline.errors import PlanError
+from drumline.models.attention import batch_in_hand, by_documents
 from drumline.models.blocks import whole_sequences
 from drumline.models.head import ForwardWithObjective
 from drumline.models.sequence import SequencePart
@@ -44,8 +45,6 @@ def apply_context_parallel(
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from drumline.vendor.transformers import sdpa_attention_forward, sdpa_mask
-
     if method == "ring":
         part = SequencePart(mesh.get_group(), folded=True, around=lambda: _torch_ring(mesh))
         attention, mask = ring, no_mask
@@ -56,10 +55,10 @@ def apply_context_parallel(
     if why := whole_sequences(model):
         raise NO_PARTS.error(refused + why)
     # A name of its own: another model of this process looks its functions up by name, and has another part of another sequence.
-    name = f"drumline_sequence_part_{next(NUMBERS)}"
-    AttentionInterface.register(name, _where_cut(part, sdpa_attention_forward, attention))
-    AttentionMaskInterface.register(name, _where_cut(part, sdpa_mask, mask))
     before = model.config._attn_implementation
+    name = f"{before if by_documents(model) else 'drumline_sequence'}_part_{next(NUMBERS)}"
+    AttentionInterface.register(name, _where_cut(part, AttentionInterface()[before], attention))
+    AttentionMaskInterface.register(name, _where_cut(part, AttentionMaskInterface()[before], mask))
     model.set_attn_implementation(name)
     if not _same_in_parts(model, mesh.device_type, part, packing):
         model.set_attn_implementation(before)
@@ -115,8 +114,8 @@ def _exchange(part: SequencePart, by_rank: Tensor) -> Tensor:
     return received
 
 
-def whole_mask(part: SequencePart, sdpa_mask: Function, **options: Any) -> Tensor | None:
-    """The mask over whole sequences, bool[B, 1, T, T], or None for the plain causal one.
+def whole_mask(part: SequencePart, mask: Function, **options: Any) -> Any:
+    """The mask over whole sequences: bool[B, 1, T, T], or `Documents` where attention takes these, or None for the plain causal one.
 
     The model decides by place which tokens may meet (`mask_function`: causal, a window, chunks). Which documents they belong to
     depends on the positions of the whole sequence; the model has seen one part.
@@ -125,12 +124,12 @@ def whole_mask(part: SequencePart, sdpa_mask: Function, **options: Any) -> Tenso
 
     positions_BT = part.positions_BT
     assert positions_BT is not None
-    documents_BT = find_packed_sequence_indices(positions_BT)
+    documents_BT = None if batch_in_hand() else find_packed_sequence_indices(positions_BT)
     if documents_BT is not None:
         options["mask_function"] = packed_mask(options["mask_function"], positions_BT, documents_BT)
         options["allow_is_causal_skip"] = False
     length, there_BT = positions_BT.shape[1], None if part.mask_BT is None else part.mask_BT.bool()
-    return sdpa_mask(**options | {"q_length": length, "kv_length": length, "attention_mask": there_BT})
+    return mask(**options | {"q_length": length, "kv_length": length, "attention_mask": there_BT})
 
 
 def ring(
@@ -142,7 +141,7 @@ def ring(
     return sdpa(_Heads(1, True), query, key, value, None, **options)
 
 
-def no_mask(part: SequencePart, sdpa_mask: Function, **options: Any) -> Tensor | None:
+def no_mask(part: SequencePart, mask: Function, **options: Any) -> Any:
     """For the ring: None, the plain causal mask. Raises PlanError where the model requires another."""
     if options.get("local_size") is not None or not options.get("allow_is_causal_skip", True):
         what = "ring attention in torch takes no mask, and this model has layers with windows of their own"

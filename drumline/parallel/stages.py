@@ -18,6 +18,7 @@ from torch import nn
 
 from drumline.core.rules import NO_STAGES
 from drumline.core.stages import Range
+from drumline.models.attention import attending
 from drumline.models.blocks import block_list, uncut
 from drumline.models.head import Outputs, can_split, outputs, split
 from drumline.models.scores import VALUE
@@ -188,7 +189,8 @@ class Stage(nn.Module):
         if self.is_last:
             return outputs(self.model, batch, split(self.model) if self.splits else None)
         trunk = self.model.get_decoder() or self.model.base_model
-        trunk(**batch.inputs(), use_cache=False)
+        with attending(self.model, batch) as inputs:
+            trunk(**inputs, use_cache=False)
         sent, self.sent = self.sent, None
         assert sent is not None, "a trunk runs the block behind the stage's own"
         return sent.to(self.dtype).contiguous()

@@ -37,6 +37,7 @@ ATTENTION = {
     )
     if hasattr(_ATEN, name)
 }
+KERNELS = ("torch_attn", "flash_attn", "flash_attn_3")  # of variable lengths, by the libraries of their operations
 PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
 
 
@@ -177,7 +178,7 @@ def selective() -> tuple[Any, Any]:
         if operation in PRODUCTS:
             seen[context.is_recompute] += 1
             return CheckpointPolicy.MUST_SAVE if seen[context.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE if operation in ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operation in ATTENTION or operation.namespace in KERNELS else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 

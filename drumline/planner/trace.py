@@ -36,6 +36,7 @@ from drumline.core.strategy import StrategySpec
 from drumline.errors import DrumlineError
 from drumline.hardware.detect import cache_dir
 from drumline.models import adapters
+from drumline.models.attention import attend_by_documents
 from drumline.models.blocks import block_list
 from drumline.models.build import lay_out
 from drumline.models.freeze import freeze
@@ -52,7 +53,7 @@ from drumline.vendor.torch import FakeStore, FakeTensorMode, TorchDispatchMode, 
 
 logger = logging.getLogger(__name__)
 # Part of the name of what is stored: raise it when a trace would come out otherwise than before.
-VERSION = 4
+VERSION = 5
 CHILD_SECONDS = 300
 LONGEST_PATTERN = 8  # kinds of layers that repeat (five local ones, then a global one): no more than so many are traced twice
 _ATEN = torch.ops.aten
@@ -98,6 +99,7 @@ def question_of(config: Config, model_path: str | None, layout: Layout, facts: M
         mesh=Mesh(tp=layout.mesh.tp, cp=layout.mesh.cp),
         engine="native",
         cp_method=config.strategy.context_method(),
+        devices_per_rank=layout.devices_per_rank,
         device="cpu",
         backend="gloo",
         precision="fp32" if layout.precision == "fp32" else "bf16",
@@ -330,6 +332,8 @@ def run(plan: Plan, rows: int, length: int, dtype: str | None = None) -> Traced:
     gathers them and DeepSpeed keeps them, and there is no autocast. Raises Untraceable."""
     config = plan.config
     model, _ = lay_out(plan.model_path, config.model.model_copy(update={"init": "random"}), 0, head=config.head, labels=plan.labels)
+    if config.head != "image":
+        attend_by_documents(model, plan)
     freeze(model, config.model.freeze)
     if config.adapter.kind == "lora":
         adapters.inject(model, config.adapter, 0)

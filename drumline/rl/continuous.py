@@ -16,6 +16,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 
 from drumline.errors import DrumlineError
+from drumline.models.attention import as_before
 from drumline.rl.generate import WHERE, Completion, HFGenerator, Request, Sampler, generating, positions, request_seed, require_room
 from drumline.vendor.transformers import ContinuousBatchingLogitsProcessorList
 
@@ -68,7 +69,7 @@ class ContinuousGenerator(HFGenerator):
             {name: request_seed(self.seed, step, r.key) for name, r in zip(names, requests, strict=True)},
             {name: len(r.tokens) for name, r in zip(names, requests, strict=True)},
         )
-        with generating(self.model), self._manager(requests, noise) as manager:
+        with generating(self.model), as_before(self.model), self._manager(requests, noise) as manager:
             for name, request in sorted(zip(names, requests, strict=True), key=lambda pair: -len(pair[1].tokens)):
                 manager.add_request(request.tokens, request_id=name, streaming=bool(self.config.stop))
             done = self._collect(manager, set(names))

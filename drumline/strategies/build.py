@@ -15,6 +15,7 @@ from drumline.core.plan import Plan
 from drumline.dist.seeds import derive
 from drumline.errors import PlanError
 from drumline.models import adapters
+from drumline.models.attention import attend_by_documents
 from drumline.models.blocks import Units, blocks, set_blocks
 from drumline.models.build import lay_out
 from drumline.models.classes import LM
@@ -179,6 +180,8 @@ def _lay_out(plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Hea
     seed, packed = derive(config.run.seed, "weights"), adapters.quantization(config.adapter, plan.precision)
     options = {"quantization": packed, "checkpoint_keys": checkpoint_keys, "head": head, "labels": plan.labels, "draws": draws}
     model, source = lay_out(plan.model_path, config.model, seed, place, **options)
+    if head != "image":
+        attend_by_documents(model, plan)
     if head in LM and device != "cpu":  # on a CPU it was tried before the launch; a GPU has kernels of its own
         require_next_token(model, device, config.packs)
     return model, source

@@ -28,6 +28,7 @@ from drumline.hardware.detect import Machine, detect, free_bytes
 from drumline.launchers import lease
 from drumline.models import adapters
 from drumline.models import load as models
+from drumline.models.attention import attend_by_documents
 from drumline.models.build import lay_out
 from drumline.models.classes import LM
 from drumline.models.head import require_next_token
@@ -138,6 +139,7 @@ def _require_runs(plan: Plan, hf_config: Any) -> None:
             continue
         model = models.on_meta(described, head)
         if head in LM:
+            attend_by_documents(model, plan)
             require_next_token(model, "cpu", config.packs)
         if plan.engine == "pipeline":
             from drumline.parallel.stages import find_cuts

@@ -16,7 +16,7 @@ from tests.distributed.ranks import share_groups
 
 def measure(plan: Any, rank: int) -> dict[str, Any]:
     """{"held": [parameters, gradients, optimizer], "peaks": {phase: bytes}, "base": bytes}."""
-    from drumline.data.batches import TokenBatch
+    from drumline.data.batches import TokenBatch, bounds
     from drumline.strategies.build import build_engine
     from drumline.telemetry.memory_tracker import LiveBytes
 
@@ -33,7 +33,9 @@ def measure(plan: Any, rank: int) -> dict[str, Any]:
         ids_BT = torch.randint(3, 300, (rows, length), generator=generator)
         documents = 2 if plan.config.packs else 1
         positions_BT = torch.arange(length // documents).repeat(rows, documents)
-        batches.append(TokenBatch(ids_BT, ids_BT.roll(-1, 1), positions_BT, rows * length))
+        lengths = ((length // documents,) * documents,) * rows
+        known: dict[str, Any] = {"documents": lengths, "bounds_N": bounds(lengths, length), "learned_M": torch.arange(rows * length)}
+        batches.append(TokenBatch(ids_BT, ids_BT.roll(-1, 1), positions_BT, rows * length, **known))
     for _ in range(2):  # DDP lays out its buckets in the first step, DeepSpeed keeps some of it
         engine.forward_backward(batches, objective, 100.0)
         engine.step(1e-3, engine.grad_norm(), torch.tensor(True))

@@ -38,14 +38,15 @@ def build(kind: str) -> Any:
 
 def made_batch(packed: bool) -> Any:
     """Two rows of 16. Packed: documents of 5 + 11 and 9 + 7, which cross the places where parts meet."""
-    from drumline.data.batches import TokenBatch
+    from drumline.data.batches import TokenBatch, bounds
 
     draw = torch.Generator().manual_seed(0)
     ids, targets = (torch.randint(3, 64, (2, 16), generator=draw) for _ in range(2))
     targets[0, 4] = targets[1, 8:] = -100
     lengths = ((5, 11), (9, 7)) if packed else ((16,), (16,))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-    return TokenBatch(ids, targets, positions, weight=int((targets != -100).sum()))
+    known: dict[str, Any] = {"documents": lengths, "bounds_N": bounds(lengths, 16)}
+    return TokenBatch(ids, targets, positions, weight=int((targets != -100).sum()), **known)
 
 
 class Choices:
@@ -71,17 +72,21 @@ def answers(module: Any, batch: Any, around: Any) -> tuple[float, list[bool], di
     return float(loss.detach()), choices.correct_BT.flatten().tolist(), gradients
 
 
-def apart(kind: str, method: str, packed: bool) -> float:
-    """The largest distance of anything from one process, relative."""
+def apart(kind: str, method: str, packed: bool, by_documents: bool = False) -> float:
+    """The largest distance of anything from one process, relative; `by_documents`: from one under a mask."""
     import contextlib
 
     from torch.distributed.device_mesh import init_device_mesh
 
     from drumline.models.head import ForwardWithObjective
+    from drumline.models.attention import attend_by_documents
     from drumline.parallel.context_parallel import apply_context_parallel
+    from tests.unit.test_attention import layout
 
     whole, parted = (ForwardWithObjective(copy.deepcopy(model)) for model in [build(kind)] * 2)
     batch = made_batch(packed)
+    if by_documents:
+        attend_by_documents(parted.model, layout())
     loss, correct, gradients = answers(whole, batch, contextlib.nullcontext)
     apply_context_parallel(parted, parted.model, init_device_mesh("cpu", (dist.get_world_size(),)), method, packed)
     assert parted.sequence is not None
@@ -129,6 +134,7 @@ def cpu_kernel_for_torchs_ring() -> None:
 
 def all_apart(ring: bool) -> dict[str, float]:
     distances = {f"{kind}, packed {packed}": apart(kind, "ulysses", packed) for kind in KINDS for packed in (True, False)}
+    distances |= {f"{kind}, by documents": apart(kind, "ulysses", True, by_documents=True) for kind in KINDS}
     if ring:
         cpu_kernel_for_torchs_ring()
         distances |= {f"{kind}, ring": apart(kind, "ring", packed=False) for kind in RING}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from drumline.core.attention import choice_of
 from drumline.core.config import LoRAConfig
 from drumline.core.cost import Kind, kind_of
 from drumline.core.estimate import Activations
@@ -92,14 +93,16 @@ def _stem(name: str) -> str:
 def formula(layout: Layout, facts: ModelFacts) -> Activations:
     """The activations of a rank of the layout, counted operator by operator."""
     adapter = isinstance(layout.config.adapter, LoRAConfig)
-    # A mask of the whole length, where rows hold several documents or padding counts; the ring makes none, and all heads of keys.
-    mask = layout.length * layout.mesh.cp if layout.config.packs or facts.bidirectional else 0
+    kernel = choice_of(layout, facts).kernel
+    # A mask of the whole length, where rows hold several documents or padding counts, unless attention is given the lengths of these; the
+    # ring makes none, and all heads of keys.
+    mask = layout.length * layout.mesh.cp if kernel == "masked" and (layout.config.packs or facts.bidirectional) else 0
     repeats = bool(mask) or (layout.mesh.cp > 1 and layout.strategy.context_method() == "ring")
     drops = facts.drops_stream * (1 if layout.device == "cuda" else 4 if layout.precision == "fp32" else 2)
     # With dropout, torch has no tiles on a CPU: it keeps softmax, mask and their product in fp32 (sdp_utils_cpp.cpp of torch).
     width, attention_ = 4 if layout.precision == "fp32" else 2, layout.config.model.attention
     scores: float = 12 if facts.drops_scores and layout.device == "cpu" else 0
-    if attention_ == "eager" or (attention_ == "auto" and facts.keeps_scores):
+    if attention_ == "eager" or (attention_ == "auto" and facts.keeps_scores and kernel in ("masked", "documents")):
         dropped = width + (width if layout.device == "cpu" else 1) if facts.drops_scores else width * (width < 4)
         scores = 4 + width * facts.caps_scores + dropped
     kept = Attention(mask, repeats, scores, drops)

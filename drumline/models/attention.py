@@ -1,0 +1,315 @@
+"""Attention by documents: the lengths of a batch's documents take the place of a mask over all pairs of tokens.
+
+Laid under a model by transformers' own seam, an attention function and a mask function under a name of ours. The model decides what a
+layer attends to (all, a sliding window); the mask function gives `Documents` in the place of a mask, which each block hands to the
+attention function, when it is computed again too. Where no batch is in hand (generation, trials) both are the model's own.
+B rows, T tokens of a row, H heads, of size D; N documents of a batch, padding at the end of a row among them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import cached_property, lru_cache, partial
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from drumline.core.attention import Kernel, choose
+from drumline.core.plan import Layout
+from drumline.foreign import first_line
+from drumline.models.blocks import needs_mask
+from drumline.models.sequence import SequencePart
+
+logger = logging.getLogger(__name__)
+PREFIX, ELSE = "drumline_by_", "_else_"
+_batch: ContextVar[Any] = ContextVar("batch")  # the one that a model runs on
+
+
+class Documents:
+    """What a layer attends to, in the place of a mask: each token to its own document, and of that, with `causal`, to what stands up to
+    it, with `window` only to the nearest so many tokens. `lengths`: of each row's documents, without padding."""
+
+    def __init__(self, batch: Any, causal: bool, window: int | None) -> None:
+        self.lengths: tuple[tuple[int, ...], ...] = batch.documents
+        self.bounds_N: Tensor = batch.bounds_N  # int32[N + 1]: where documents begin in all rows end to end; the last is B × T
+        self.causal, self.window = causal, window
+        self.width = batch.input_ids_BT.shape[1]
+        self.longest = max(max(row, default=0) for row in [*self.lengths, [self.width - sum(row) for row in self.lengths]])
+
+    @cached_property
+    def block_mask(self) -> Any:
+        """flex_attention's mask over all rows end to end, made once for all layers."""
+        return block_mask(self)
+
+
+def attend_by_documents(model: Any, layout: Layout) -> None:
+    """Let a Hugging Face model attend by documents on the layout's devices, if it can."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+    kernel, _ = choose(layout, size, bool(getattr(text, "attn_logit_softcapping", None)), needs_mask(model))
+    if kernel == "masked":
+        return
+    before = model.config._attn_implementation
+    short = kernel.replace("flash_attention_", "fa").removesuffix("_attention")  # by "flash" transformers would know a kernel of its own
+    name = f"{PREFIX}{short}{ELSE}{before}"
+    AttentionInterface.register(name, partial(attention, kernel, before))
+    AttentionMaskInterface.register(name, partial(mask, before))
+    model.set_attn_implementation(name)
+
+
+def by_documents(model: Any) -> bool:
+    """Whether the model attends by documents where a batch has them."""
+    return str(getattr(model.config, "_attn_implementation", "")).startswith(PREFIX)
+
+
+def batch_in_hand() -> bool:
+    """Whether a model runs on a batch whose documents are known."""
+    return _batch.get(None) is not None
+
+
+@contextlib.contextmanager
+def as_before(model: Any) -> Iterator[None]:
+    """The model with transformers' own attention, for code that looks at its name."""
+    name = model.config._attn_implementation
+    if by_documents(model):
+        model.set_attn_implementation(name.partition(ELSE)[2])
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(name)
+
+
+@contextlib.contextmanager
+def attending(model: Any, batch: Any, sequence: SequencePart | None = None) -> Iterator[dict[str, Any]]:
+    """The arguments of a model for a batch, or for this rank's part of it, and a context for its forward.
+
+    A mask of ones keeps transformers from looking for documents in the positions, for which the host would wait.
+    """
+    inputs = batch.inputs() if sequence is None else sequence.inputs(batch)
+    if getattr(batch, "documents", None) is None or not by_documents(model):
+        yield inputs
+        return
+    token = _batch.set(batch)
+    try:
+        yield {"attention_mask": torch.ones_like(batch.input_ids_BT)} | inputs
+    finally:
+        _batch.reset(token)
+
+
+def mask(before: str, **options: Any) -> Any:
+    """In the place of a mask function of transformers: `Documents` of the batch in hand; None where is_causal says it all. Without a
+    batch, and for patterns that are neither all tokens nor causal ones nor a window of these, the mask of `before`."""
+    from transformers import AttentionMaskInterface
+
+    from drumline.vendor.transformers import find_packed_sequence_indices, packed_mask
+
+    batch, window = _batch.get(None), options.get("local_size")
+    causal = options.get("allow_is_causal_skip", True)
+    everything = options.get("allow_is_bidirectional_skip", False) and window is None
+    if batch is not None and (causal or everything):
+        documents = Documents(batch, not everything, window)
+        full = all(row == (documents.width,) for row in documents.lengths)
+        return None if full and before == "sdpa" and (window is None or window >= documents.width) else documents
+    if batch is not None and getattr(batch, "attention_mask_BT", None) is None:
+        options["attention_mask"], positions_BT = None, batch.position_ids_BT
+        if (documents_BT := find_packed_sequence_indices(positions_BT)) is not None:
+            options["mask_function"] = packed_mask(options["mask_function"], positions_BT, documents_BT)
+    return AttentionMaskInterface()[before](**options)
+
+
+@torch.compiler.disable
+def attention(
+    kernel: Kernel, before: str, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, Any]:
+    """In the place of an attention function of transformers: [B, H, T, D] in, [B, T, H, D] out. Tokens of padding get zeros, or numbers
+    that mean nothing."""
+    from transformers import AttentionInterface
+
+    from drumline.vendor.transformers import sdpa_attention_forward
+
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    whole: Any = eager if before == "eager" else AttentionInterface()[before]
+    if not isinstance(attention_mask, Documents):
+        made: tuple[Tensor, Any] = whole(module, query, key, value, attention_mask, **options)
+        return made
+    cap = options.get("softcap")
+    if kernel != "documents" and not options.get("dropout") and _works(kernel, query.device, query.dtype, query.shape[-1]):
+        return KERNELS[kernel](query, key, value, attention_mask, options.get("scaling"), cap), None
+    # sdpa has no soft caps, and none of what a class without sdpa does besides.
+    additive = before == "eager" or cap is not None
+    whole = partial(eager if additive else sdpa_attention_forward, module)
+    return one_by_one(whole, attention_mask, additive, query, key, value, **options), None
+
+
+def one_by_one(
+    whole: Callable[..., Any], documents: Documents, additive: bool, query: Tensor, key: Tensor, value: Tensor, **options: Any
+) -> Tensor:
+    """Each document by `whole`, a function of transformers, which gives [1, n, H, D]. `additive`: it takes a mask of numbers and nothing
+    else. Rows and documents are split and put together again: the gradient of a slice would be as large as what it is cut from."""
+    rows = []
+    for lengths, *of_row in zip(documents.lengths, query.split(1), key.split(1), value.split(1), strict=True):
+        padding = documents.width - sum(lengths)
+        parts = (tensor.split([*lengths, padding], 2)[: len(lengths)] for tensor in of_row)
+        made = [out for part in zip(*parts, strict=True) for out in _of_one(whole, documents, additive, options, *part)]
+        if padding:
+            made.append(query.new_zeros(1, padding, query.shape[1], value.shape[-1]))
+        rows.append(torch.cat(made, 1) if len(made) > 1 else made[0])
+    return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+
+def _of_one(
+    whole: Callable[..., Any], documents: Documents, additive: bool, options: dict[str, Any], query: Tensor, key: Tensor, value: Tensor
+) -> Iterator[Tensor]:
+    """A document's attention, with a window in stretches of so many queries, each with the keys that they see."""
+    length, window = query.shape[2], documents.window
+    if window is None or window >= length:
+        allowed = band(length, length, 0, None, query, additive) if additive and documents.causal else None
+        yield whole(query, key, value, allowed, **options | {"is_causal": documents.causal})[0]
+        return
+    for start in range(0, length, window):
+        stop, first = min(start + window, length), max(0, start - window + 1)
+        allowed = band(stop - start, stop - first, start - first, window, query, additive)
+        part = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
+        yield whole(*part, allowed, **options | {"is_causal": False})[0]
+
+
+def band(queries: int, keys: int, offset: int, window: int | None, like: Tensor, additive: bool) -> Tensor:
+    """Which keys a query sees, [1, 1, queries, keys]: those up to it, of these the last `window`. Query i stands at key i + `offset`.
+    bool, or `additive` numbers, of the type of `like`."""
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(offset)
+    if window is not None:
+        seen = seen.triu(offset - window + 1)
+    if not additive:
+        return seen[None, None]
+    return like.new_zeros(1, 1, queries, keys).masked_fill(~seen, torch.finfo(like.dtype).min)
+
+
+# ------------------------------------------------------------------------------------------------- kernels for variable lengths
+Numbers = float | None
+
+
+def _ends_to_end(*tensors_BHTD: Tensor) -> list[Tensor]:
+    """[B × T, H, D] of each."""
+    return [tensor.transpose(1, 2).flatten(0, 1) for tensor in tensors_BHTD]
+
+
+def _in_rows(out_NHD: Tensor, like_BHTD: Tensor) -> Tensor:
+    """[B, T, H, D] of the rows end to end."""
+    return out_NHD.reshape(like_BHTD.shape[0], like_BHTD.shape[2], *out_NHD.shape[1:])
+
+
+def _reach(documents: Documents) -> tuple[int, int]:
+    """Tokens to the left and to the right that a token sees, -1 for all."""
+    return (-1 if documents.window is None else documents.window - 1), (0 if documents.causal else -1)
+
+
+def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: Numbers, cap: Numbers) -> Tensor:
+    """torch.nn.attention.varlen."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert cap is None, "it has no soft caps"
+    options: dict[str, Any] = {"scale": scale, "window_size": _reach(documents)}
+    if key.shape[1] != query.shape[1]:
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            options["enable_gqa"] = True
+        else:
+            key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+    bounds, longest = documents.bounds_N, documents.longest
+    q, k, v = _ends_to_end(query, key, value)
+    out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
+    return _in_rows(out, query)
+
+
+def flash(module: str, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: Numbers, cap: Numbers) -> Tensor:
+    """FlashAttention 2 (`flash_attn`) or 3 (`flash_attn_interface`)."""
+    function = import_module(module)
+    bounds, longest = documents.bounds_N, documents.longest
+    options = {"softmax_scale": scale, "causal": documents.causal, "window_size": _reach(documents), "softcap": cap or 0.0}
+    out = function.flash_attn_varlen_func(*_ends_to_end(query, key, value), bounds, bounds, longest, longest, **options)
+    return _in_rows(out[0] if isinstance(out, tuple) else out, query)
+
+
+def flex(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: Numbers, cap: Numbers) -> Tensor:
+    """flex_attention, compiled on a GPU; on a CPU it has no gradients there, and runs as it is."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in _ends_to_end(query, key, value))
+    capped = None if cap is None else partial(_capped, cap)
+    run: Any = _compiled(flex_attention) if query.is_cuda else flex_attention
+    grouped = query.shape[1] != key.shape[1]
+    out: Any = run(q, k, v, score_mod=capped, block_mask=documents.block_mask, scale=scale, enable_gqa=grouped)
+    return _in_rows(out[0].transpose(0, 1), query)
+
+
+def _capped(cap: float, score: Tensor, *_place: Tensor) -> Tensor:
+    return cap * torch.tanh(score / cap)
+
+
+def block_mask(documents: Documents) -> Any:
+    """flex_attention's mask: which blocks of pairs of all tokens hold some that may meet."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    bounds_N, total = documents.bounds_N, len(documents.lengths) * documents.width
+    places_T = torch.arange(total, device=bounds_N.device, dtype=bounds_N.dtype)
+    owner_T = torch.bucketize(places_T, bounds_N, right=True)
+
+    def meet(_row: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = owner_T[q] == owner_T[k]
+        if documents.causal:
+            seen = seen & (q >= k)
+        return seen if documents.window is None else seen & (q - k < documents.window)
+
+    return create_block_mask(meet, None, None, total, total, device=str(bounds_N.device), _compile=bounds_N.is_cuda)
+
+
+@lru_cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+KERNELS: dict[str, Callable[..., Tensor]] = {
+    "varlen": varlen,
+    "flash_attention_2": partial(flash, "flash_attn"),
+    "flash_attention_3": partial(flash, "flash_attn_interface"),
+    "flex_attention": flex,
+}
+
+
+@lru_cache
+def _works(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether a kernel gives what documents one by one give, and their gradients, tried on 48 tokens; a line in the log where not."""
+    generator = torch.Generator(device).manual_seed(0)
+    inputs = [torch.randn(2, 4, 24, head_dim, device=device, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+    bounds_N = torch.tensor([0, 9, 22, 24, 48], dtype=torch.int32, device=device)
+    documents = Documents(SimpleNamespace(documents=((9, 13), (24,)), bounds_N=bounds_N, input_ids_BT=inputs[0][:, 0, :, 0]), True, None)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, _: None, is_causal: bool) -> tuple[Tensor]:
+        return (functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2),)
+
+    def answers(out_BTHD: Tensor) -> list[Tensor]:
+        real = torch.cat([out_BTHD[0, :22], out_BTHD[1]]).float()
+        return [real, *(gradient.float() for gradient in torch.autograd.grad(real.square().sum(), inputs))]
+
+    try:
+        with torch.enable_grad():
+            theirs = answers(KERNELS[kernel](*inputs, documents, None, None))
+            ours = answers(one_by_one(plain, documents, False, *inputs))
+        far = max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(theirs, ours, strict=True))
+        reason = f"it is {far:.1g} off" if not far <= 16 * torch.finfo(dtype).eps else ""
+    except Exception as error:  # noqa: BLE001 - kernels of others raise what they like
+        reason = first_line(error)
+    if reason:
+        logger.warning("attention by %s does not work here: %s; each document by itself instead", kernel, reason)
+    return not reason

@@ -1,0 +1,250 @@
+"""Attention by documents: the numbers of the mask, without a mask, and without a stop of the host."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from drumline.algorithms.tokens.objective import NextToken
+from drumline.core.attention import PACKAGES, choose
+from drumline.core.config import Config
+from drumline.core.mesh import Mesh
+from drumline.core.model import ModelConfig
+from drumline.core.plan import BatchPlan, Layout
+from drumline.data.batches import LabelledBatch, TokenBatch, collate, learned_segment
+from drumline.models.attention import KERNELS, Documents, as_before, attend_by_documents, by_documents, one_by_one
+from drumline.models.build import build_model
+from drumline.models.head import ForwardWithObjective, outputs, split
+from drumline.parallel.transforms import apply_activation_checkpointing
+from drumline.vendor.torch import TorchDispatchMode
+from tests.unit.test_models_head import KINDS, LLAMA
+
+WINDOW = {"sliding_window": 4}
+PACK = {
+    **{kind: {"model_type": kind, **KINDS[kind]} for kind in ("llama", "gpt2", "qwen2", "mixtral", "gemma2", "granite", "cohere")},
+    "mistral with a window": {"model_type": "mistral", **LLAMA, **WINDOW, "head_dim": 8},
+    "gemma2 with a window": {"model_type": "gemma2", **LLAMA, **WINDOW, "head_dim": 8},
+    "gemma3": {"model_type": "gemma3_text", **LLAMA, **WINDOW, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3": {"model_type": "qwen3", **LLAMA, "head_dim": 8},
+    "gpt_oss": {"model_type": "gpt_oss", **LLAMA, **WINDOW, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+}
+
+
+def layout(device: Any = "cpu", precision: Any = "fp32", devices: int = 1, **model: Any) -> Layout:
+    model = {"id": None, "config": {"model_type": "llama"}, **model}
+    config = Config.model_validate({"model": model, "algorithm": "pretrain", "data": {"train": [{"kind": "file", "path": "x"}]}})
+    batch = BatchPlan(global_samples=1, micro_batch=1, accumulation=1, eval_micro_batch=1)
+    return Layout(config=config, mesh=Mesh(), engine="native", devices_per_rank=devices, device=device, precision=precision, batch=batch)
+
+
+def build(kind: str) -> Any:
+    return build_model(None, ModelConfig(id=None, config=PACK[kind]), seed=0).eval()
+
+
+def batch_of(*rows: tuple[int, ...], width: int = 16) -> TokenBatch:
+    """Rows of documents of these lengths, of different tokens."""
+    made = collate([[learned_segment(size) for size in row] for row in rows], 0, width)
+    torch.manual_seed(1)
+    ids_BT = torch.randint(1, 64, made.input_ids_BT.shape)
+    object.__setattr__(made, "input_ids_BT", ids_BT)
+    return made
+
+
+def loss_and_gradients(model: Any, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss_sum, _ = ForwardWithObjective(model)(batch, NextToken(chunk=0, answers=True).objective)
+    loss_sum.backward()
+    return loss_sum.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+BATCHES = {"packed": [(3, 7, 5), (16,)], "filler": [(1, 6, 9), ()], "padded": [(9,), (14,)], "full": [(16,), (16,)]}
+KINDS_AND_ROWS = [
+    pytest.param(kind, rows, marks=[] if rows == "packed" or kind == "mistral with a window" else pytest.mark.full)
+    for kind in PACK
+    for rows in BATCHES
+]
+
+
+@pytest.mark.parametrize(("kind", "rows"), KINDS_AND_ROWS)
+def test_losses_and_gradients_of_the_mask(kind: str, rows: str) -> None:
+    model, batch = build(kind), batch_of(*BATCHES[rows])
+    masked, masked_gradients = loss_and_gradients(model, batch)
+    attend_by_documents(model, layout())
+    assert by_documents(model)
+    loss, gradients = loss_and_gradients(model, batch)
+    torch.testing.assert_close(loss, masked, rtol=1e-5, atol=0)
+    assert gradients.keys() == masked_gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, masked_gradients[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_texts_of_a_bidirectional_classifier() -> None:
+    config = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    source = ModelConfig(id=None, config=config | {"vocab_size": 64})
+    model = build_model(None, source, seed=0, head="text", labels=("a", "b")).eval()
+    made = batch_of((9,), (16,), ())
+    mask_BT = (torch.arange(16) < torch.tensor([9, 16, 1])[:, None]).long()
+    batch = LabelledBatch(**vars(made), labels_B=torch.zeros(3, dtype=torch.int64), attention_mask_BT=mask_BT)
+    masked = outputs(model, batch, None).class_logits()
+    attend_by_documents(model, layout())
+    with Seen() as seen:
+        by_length = outputs(model, batch, None).class_logits()
+    torch.testing.assert_close(by_length[:2], masked[:2])
+    assert by_length.isfinite().all() and not seen.pairs(16) and not seen.stops
+
+
+class Seen(TorchDispatchMode):
+    """What a forward and backward do: operations for which a host would wait for a device, and shapes of results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stops: list[str] = []
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        by_condition = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if by_condition or any(word in str(func) for word in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_pin_memory")):
+            self.stops.append(str(func))
+        self.shapes |= {tuple(t.shape) for t in (made if isinstance(made, tuple | list) else [made]) if isinstance(t, torch.Tensor)}
+        return made
+
+    def pairs(self, width: int) -> set[tuple[int, ...]]:
+        """Shapes of all pairs of tokens of a row."""
+        return {shape for shape in self.shapes if shape[-2:] == (width, width)}
+
+
+@pytest.mark.parametrize("rows", ["packed", "padded"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_a_micro_batch_has_no_stop_and_no_mask(kind: str, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`.item()` and conditions reach the dispatcher; `.tolist()` and `.cpu()` of a CPU tensor do not."""
+    model = build(kind)
+    attend_by_documents(model, layout())
+    batch = batch_of((3, 7, 9), (11, 9), width=19 + (rows == "padded"))
+    module, seen = ForwardWithObjective(model), Seen()
+    for name in ("tolist", "cpu", "numpy"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: seen.stops.append(name))
+    with seen:
+        loss_sum, _ = module(batch.to("cpu"), NextToken(chunk=8, answers=False).objective)
+        (loss_sum / batch.weight).backward()
+        log_probs_BT, _ = outputs(model, batch, split(model)).log_probs(batch.targets_BT, 8)
+        log_probs_BT.sum().backward()
+    experts = {"nonzero", "_local_scalar_dense"} if kind == "mixtral" else set()  # transformers' own dealing of tokens to experts
+    assert not [stop for stop in seen.stops if not any(word in stop for word in experts)]
+    assert not seen.pairs(batch.input_ids_BT.shape[1])
+
+
+def test_a_recomputed_block_attends_to_its_own_batch() -> None:
+    """Of two micro-batches in flight, as a pipeline has them, the first one's backward comes last."""
+    model = build("llama")
+    attend_by_documents(model, layout())
+    first, second = batch_of((3, 7, 5)), batch_of((8, 8))
+    _, wanted = loss_and_gradients(model, first)
+    model.train()
+    apply_activation_checkpointing(model, "full")
+    model.zero_grad()
+    module, objective = ForwardWithObjective(model), NextToken(chunk=0, answers=True).objective
+    loss_sum, _ = module(first, objective)
+    module(second, objective)
+    loss_sum.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], msg=name)
+
+
+def test_compiled_blocks_do_the_same() -> None:
+    model, batch = build("llama"), batch_of((3, 7, 5))
+    attend_by_documents(model, layout())
+    loss, _ = loss_and_gradients(model, batch)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    torch.testing.assert_close(loss_and_gradients(model, batch)[0], loss)
+
+
+def test_generation_is_that_of_the_model() -> None:
+    ids_BT = torch.arange(6)[None] + 3
+    for kind in ("llama", "gemma2"):
+        model = build(kind)
+        plain = model.generate(input_ids=ids_BT, max_new_tokens=4, do_sample=False)
+        attend_by_documents(model, layout())
+        assert torch.equal(model.generate(input_ids=ids_BT, max_new_tokens=4, do_sample=False), plain)
+        with as_before(model):
+            assert not by_documents(model)
+        assert by_documents(model)
+
+
+# ------------------------------------------------------------------------------------------------------- kernels for variable lengths
+
+
+def reference(q: Any, k: Any, v: Any, bounds_q: Any, bounds_k: Any, longest_q: int, longest_k: int, **options: Any) -> torch.Tensor:
+    """What kernels for variable lengths document: tokens of all documents end to end, [N, H, D], and where documents begin."""
+    left, right = options["window_size"]
+    scale, cap = options.get("scale", options.get("softmax_scale")), options.get("softcap", 0.0)
+    assert bounds_q.dtype == torch.int32 and torch.equal(bounds_q, bounds_k) and longest_q == longest_k == int(bounds_q.diff().max())
+    made = []
+    for start, stop in zip(bounds_q.tolist(), bounds_q.tolist()[1:], strict=False):
+        places = torch.arange(stop - start)
+        ahead = places[None] - places[:, None]
+        seen = (ahead <= right if right >= 0 else ahead < len(ahead)) & (-ahead <= left if left >= 0 else ahead < len(ahead))
+        keys, values = (t[start:stop].repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[start:stop], keys) * (scale or q.shape[-1] ** -0.5)
+        scores = cap * (scores / cap).tanh() if cap else scores
+        made.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values))
+    return torch.cat(made)
+
+
+def eager(module: Any, q: Any, k: Any, v: Any, mask: Any, softcap: float | None = None, scaling: float = 1.0, **_: Any) -> tuple[Any]:
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = q @ k.transpose(2, 3) * scaling
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    return (((scores if mask is None else scores + mask).softmax(-1) @ v).transpose(1, 2),)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_are_given_what_they_document(kernel: Any, cap: Any, causal: bool, window: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flex_attention itself, as it is; the rest against what they document, since they have no form for a CPU."""
+    if (kernel == "varlen" and cap) or (window and not causal):
+        return
+    from torch.nn.attention import varlen
+
+    monkeypatch.setattr(varlen, "varlen_attn", reference)
+    for module in PACKAGES.values():
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(flash_attn_varlen_func=reference))
+    documents = Documents(batch_of((3, 7, 5), (9,)), causal, window)
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
+    made = KERNELS[kernel](query, key, value, documents, 0.3, cap)
+    wanted = one_by_one(partial(eager, None), documents, True, query, key, value, softcap=cap, scaling=0.3)
+    torch.testing.assert_close(made[0, :15], wanted[0, :15])
+    torch.testing.assert_close(made[1, :9], wanted[1, :9])
+
+
+def test_a_kernel_that_does_not_work_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = build("llama"), batch_of((3, 7, 5))
+    attend_by_documents(model, layout())
+    wanted, _ = loss_and_gradients(model, batch)
+    model = build("llama")
+    attend_by_documents(model, layout(attention="varlen"))
+    torch.testing.assert_close(loss_and_gradients(model, batch)[0], wanted)
+    assert "attention by varlen does not work here" in caplog.text and "each document by itself instead" in caplog.text
+
+
+def test_which_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(size: int = 64, caps: bool = False, needs_mask: str = "", **of: Any) -> str:
+        return choose(layout(**of), size, caps, needs_mask).kernel
+
+    gpu = {"device": "cuda", "precision": "bf16"}
+    monkeypatch.setattr("drumline.core.attention.find_spec", lambda name: None)
+    assert kernel() == kernel(device="cuda") == "documents"
+    assert kernel(**gpu) == "varlen" and kernel(caps=True, **gpu) == kernel(size=512, **gpu) == "flex_attention"
+    assert kernel(needs_mask="why", **gpu) == kernel(attention="sdpa") == kernel(attention="eager") == kernel(devices=2, **gpu) == "masked"
+    monkeypatch.setattr("drumline.core.attention.find_spec", lambda name: name == "flash_attn" or None)
+    assert kernel(**gpu) == kernel(caps=True, **gpu) == "flash_attention_2" and kernel(attention="varlen", **gpu) == "varlen"
+    assert "(experimental)" in choose(layout(**gpu), 64, False, "").line and "(experimental)" not in choose(layout(), 64, False, "").line
