@@ -78,8 +78,8 @@ def apart(kind: str, method: str, packed: bool, by_documents: bool = False) -> f
 
     from torch.distributed.device_mesh import init_device_mesh
 
-    from drumline.models.head import ForwardWithObjective
     from drumline.models.attention import attend_by_documents
+    from drumline.models.head import ForwardWithObjective
     from drumline.parallel.context_parallel import apply_context_parallel
     from tests.unit.test_attention import layout
 
