@@ -64,7 +64,7 @@ def _distributed(sheet: Sheet, old: Old) -> None:
 
 
 SECRET = "secrets belong in the environment (HF_TOKEN), not in a config"
-ATTENTION = {name: name for name in ("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")}
+ATTENTION = {name: name for name in ("auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")}
 CHECKPOINTING = {"true": "full", "full": "full", "selective": "selective", "false": "none", "none": "none", "no": "none"}
 HOST = "the launcher sets it: torchrun's flags, or --nproc"
 HUB = "nothing is sent to the hub; RUN/export is the folder to upload"

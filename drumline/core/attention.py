@@ -27,9 +27,9 @@ class Choice(NamedTuple):
         return f"{self.kernel}{label}: {self.why}"
 
 
-def choose(layout: Layout, head_dim: int, caps: bool, needs_mask: str) -> Choice:
-    """The kernel of a layout's policy. `caps`: its scores are soft-capped. `needs_mask`: why documents cannot be given to its attention by
-    their lengths; empty where they can."""
+def choose(layout: Layout, head_dim: int, caps: bool, drops: bool, needs_mask: str) -> Choice:
+    """The kernel of a layout's policy. `caps`, `drops`: its scores are soft-capped, have dropout. `needs_mask`: why documents cannot be
+    given to its attention by their lengths; empty where they can."""
     wanted = layout.config.model.attention
     if wanted in ("sdpa", "eager"):
         return Choice("masked", f"model.attention is {wanted}")
@@ -43,8 +43,8 @@ def choose(layout: Layout, head_dim: int, caps: bool, needs_mask: str) -> Choice
         return Choice(wanted, "model.attention sets it")  # type: ignore[arg-type]
     if layout.device == "cpu":
         return Choice("documents", "each by itself, which spares the pairs of tokens between them")
-    if layout.precision == "fp32":
-        return Choice("documents", "kernels for variable lengths take 16 bits alone")
+    if layout.precision == "fp32" or drops:
+        return Choice("documents", "kernels for variable lengths take 16 bits alone" if not drops else "its scores have dropout")
     if head_dim <= LARGEST_HEAD and head_dim % 8 == 0:
         for kernel, package in PACKAGES.items():
             if find_spec(package) is not None:
@@ -56,4 +56,4 @@ def choose(layout: Layout, head_dim: int, caps: bool, needs_mask: str) -> Choice
 
 def choice_of(layout: Layout, facts: ModelFacts) -> Choice:
     """The kernel of a layout's policy, by its sizes."""
-    return choose(layout, facts.head_dim, facts.caps_scores, facts.needs_mask)
+    return choose(layout, facts.head_dim, facts.caps_scores, facts.drops_scores, facts.needs_mask)

@@ -30,6 +30,8 @@ from drumline.models.blocks import needs_mask
 from drumline.models.sequence import SequencePart
 
 logger = logging.getLogger(__name__)
+# Config keys of GPT-2, Llama and BERT for dropout over attention's scores.
+SCORE_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
 PREFIX, ELSE = "drumline_by_", "_else_"
 _batch: ContextVar[Any] = ContextVar("batch")  # the one that a model runs on
 
@@ -58,15 +60,21 @@ def attend_by_documents(model: Any, layout: Layout) -> None:
     text = model.config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-    kernel, _ = choose(layout, size, bool(getattr(text, "attn_logit_softcapping", None)), needs_mask(model))
+    kernel, _ = choose(layout, size, *caps_and_drops(text), needs_mask(model))
     if kernel == "masked":
         return
     before = model.config._attn_implementation
     short = kernel.replace("flash_attention_", "fa").removesuffix("_attention")  # by "flash" transformers would know a kernel of its own
     name = f"{PREFIX}{short}{ELSE}{before}"
-    AttentionInterface.register(name, partial(attention, kernel, before))
+    # A compiled block would be compiled anew for other lengths.
+    AttentionInterface.register(name, partial(torch.compiler.disable(attention), kernel, before))
     AttentionMaskInterface.register(name, partial(mask, before))
     model.set_attn_implementation(name)
+
+
+def caps_and_drops(text: Any) -> tuple[bool, bool]:
+    """Whether the scores of attention are soft-capped, and have dropout, by a config."""
+    return bool(getattr(text, "attn_logit_softcapping", None)), any(getattr(text, key, None) for key in SCORE_DROPOUTS)
 
 
 def by_documents(model: Any) -> bool:
@@ -129,7 +137,6 @@ def mask(before: str, **options: Any) -> Any:
     return AttentionMaskInterface()[before](**options)
 
 
-@torch.compiler.disable
 def attention(
     kernel: Kernel, before: str, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, Any]:

@@ -18,6 +18,7 @@ from drumline.core.registry import nearest
 from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import first_line, judged, read_text
 from drumline.models import adapters
+from drumline.models.attention import caps_and_drops
 from drumline.models.blocks import counted, needs_mask, tensor_plan, tower_flops, uncut, vision_tower, whole_sequences
 from drumline.models.classes import AUTO, LM, auto_class, bidirectional, is_encoder, is_vision_language
 from drumline.models.files import check_counts, check_folder, tokenizer_folder
@@ -30,8 +31,7 @@ from drumline.models.shapes import check_length, full_config
 T = TypeVar("T")
 # Config keys for the soft-capping and scaling of logits: Gemma 2, Cohere, Granite. `models.head.can_split` tries the model itself.
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-# Config keys of GPT-2, Llama, BERT and OPT for dropout over attention's scores, and over a block's outputs to the residual stream.
-SCORE_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
+# Config keys of GPT-2, Llama, BERT and OPT for dropout over a block's outputs to the residual stream.
 STREAM_DROPOUTS = ("resid_pdrop", "hidden_dropout", "hidden_dropout_prob", "dropout")
 logger = logging.getLogger(__name__)
 # Keys that a model reads, though the class of its config does not declare them.
@@ -206,6 +206,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
     products = sum(number * chosen / experts if ".experts." in name else number for name, number in flops.items())
     # Where the config has no kind for each layer, one window is that of all of them.
     all_layers = ["full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"]
+    caps, drops = caps_and_drops(text)
     return ModelFacts(
         **counts,
         name=str(text.model_type),
@@ -230,8 +231,8 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         flops_per_image_token=tower_flops(model) if tower else 0.0,
         changes_logits=any(getattr(text, key, None) not in (None, 1.0) for key in LOGIT_KEYS),
         keeps_scores=getattr(config, "_attn_implementation", None) == "eager",
-        caps_scores=bool(getattr(text, "attn_logit_softcapping", None)),
-        drops_scores=any(getattr(text, key, None) for key in SCORE_DROPOUTS),
+        caps_scores=caps,
+        drops_scores=drops,
         needs_mask=needs_mask(model),
         whole_sequences=whole_sequences(model),
         uncut=uncut(model),

@@ -20,7 +20,6 @@ PLACES = {
     "masking_utils": "transformers.masking_utils",
     "packed_sequence_mask_function": "transformers.masking_utils:packed_sequence_mask_function",
     "sdpa_attention_forward": "transformers.integrations.sdpa_attention:sdpa_attention_forward",
-    "sdpa_mask": "transformers.masking_utils:sdpa_mask",
     "smart_resize": "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl:smart_resize",
 }
 __getattr__ = names("transformers", "5.17.0", "5.23.0", PLACES)

@@ -237,14 +237,14 @@ def test_a_kernel_that_does_not_work_is_not_used(caplog: pytest.LogCaptureFixtur
 
 
 def test_which_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel(size: int = 64, caps: bool = False, needs_mask: str = "", **of: Any) -> str:
-        return choose(layout(**of), size, caps, needs_mask).kernel
+    def kernel(size: int = 64, caps: bool = False, drops: bool = False, needs_mask: str = "", **of: Any) -> str:
+        return choose(layout(**of), size, caps, drops, needs_mask).kernel
 
     gpu = {"device": "cuda", "precision": "bf16"}
     monkeypatch.setattr("drumline.core.attention.find_spec", lambda name: None)
-    assert kernel() == kernel(device="cuda") == "documents"
+    assert kernel() == kernel(device="cuda") == kernel(drops=True, **gpu) == "documents"
     assert kernel(**gpu) == "varlen" and kernel(caps=True, **gpu) == kernel(size=512, **gpu) == "flex_attention"
     assert kernel(needs_mask="why", **gpu) == kernel(attention="sdpa") == kernel(attention="eager") == kernel(devices=2, **gpu) == "masked"
     monkeypatch.setattr("drumline.core.attention.find_spec", lambda name: name == "flash_attn" or None)
     assert kernel(**gpu) == kernel(caps=True, **gpu) == "flash_attention_2" and kernel(attention="varlen", **gpu) == "varlen"
-    assert "(experimental)" in choose(layout(**gpu), 64, False, "").line and "(experimental)" not in choose(layout(), 64, False, "").line
+    assert "(experimental)" in choose(layout(**gpu), 64, False, False, "").line and "(experimental)" not in choose(layout(), 64, False, False, "").line
