@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from drumline.algorithms.tokens.objective import NextToken
-from drumline.core.attention import PACKAGES, choose
+from drumline.core.attention import PACKAGES, choice_of, choose
 from drumline.core.config import Config
 from drumline.core.mesh import Mesh
 from drumline.core.model import ModelConfig
@@ -20,7 +20,9 @@ from drumline.data.batches import LabelledBatch, TokenBatch, collate, learned_se
 from drumline.models.attention import KERNELS, Documents, as_before, attend_by_documents, by_documents, one_by_one
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective, outputs, split
+from drumline.models.load import facts, load_config
 from drumline.parallel.transforms import apply_activation_checkpointing
+from drumline.planner.cost.activations import formula
 from drumline.vendor.torch import TorchDispatchMode
 from tests.unit.test_models_head import KINDS, LLAMA
 
@@ -175,6 +177,15 @@ def test_generation_is_that_of_the_model() -> None:
         with as_before(model):
             assert not by_documents(model)
         assert by_documents(model)
+
+
+def test_the_planner_charges_no_mask_where_none_is_made() -> None:
+    sizes = facts(load_config(None, ModelConfig(id=None, config=PACK["llama"])), 64)
+    masked, by_document = (formula(layout(**of), sizes).saved_block for of in ({"attention": "sdpa"}, {}))
+    queries, keys, repeated, joined = 32, 16, 2 * (32 - 16), 32
+    assert sizes.heads * sizes.head_dim == queries and sizes.kv_heads * sizes.head_dim == keys
+    assert masked - by_document == 4 * (layout().length + repeated - joined)
+    assert choice_of(layout(), sizes).kernel == "documents"
 
 
 # ------------------------------------------------------------------------------------------------------- kernels for variable lengths

@@ -105,18 +105,20 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
     if attention_ == "eager" or (attention_ == "auto" and facts.keeps_scores and kernel in ("masked", "documents")):
         dropped = width + (width if layout.device == "cpu" else 1) if facts.drops_scores else width * (width < 4)
         scores = 4 + width * facts.caps_scores + dropped
-    kept = Attention(mask, repeats, scores, drops)
+    kept = Attention(mask, repeats, scores, drops, kernel == "documents")
     return _formula(facts, kind_of(layout), layout.activation_checkpointing, layout.length, kept, adapter, layout.mesh.tp)
 
 
 class Attention(NamedTuple):
     """What attention keeps besides its inputs and result. `mask`: entries for each token. `repeats`: keys for each query head. `scores`:
-    bytes of each; 0 where they are made in tiles. `drops`: bytes for each entry that dropout over a block's results keeps."""
+    bytes of each; 0 where they are made in tiles. `drops`: bytes for each entry that dropout over a block's results keeps. `joins`: the
+    results of documents are put together for the layer behind it."""
 
     mask: int
     repeats: bool
     scores: float
     drops: int
+    joins: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -174,6 +176,7 @@ def _saved(facts: ModelFacts, block: Block, kind: Kind, length: int, attention: 
             total += width * h * (copies if kind == "autocast" else 1)
     # Beside a mask keys and values are repeated for each query head, and each layer turns it into numbers.
     total += width * (attention.mask + (4 * q if attention.repeats else 2 * q + 2 * kv))
+    total += width * q * (attention.joins and inputs["out"])
     total += block.heads / tp * (length * attention.scores or 4) + 2 * h * attention.drops
     if block.head_norms:
         total += (8 if kind == "fp32" else 6) * (q + kv)
