@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
@@ -27,6 +28,12 @@ class Choice(NamedTuple):
         return f"{self.kernel}{label}: {self.why}"
 
 
+@cache
+def installed(package: str) -> bool:
+    """Whether a package can be imported here; a search asks thousands of times."""
+    return find_spec(package) is not None
+
+
 def choose(layout: Layout, head_dim: int, caps: bool, drops: bool, needs_mask: str) -> Choice:
     """The kernel of a layout's policy. `caps`, `drops`: its scores are soft-capped, have dropout. `needs_mask`: why documents cannot be
     given to its attention by their lengths; empty where they can."""
@@ -47,7 +54,7 @@ def choose(layout: Layout, head_dim: int, caps: bool, drops: bool, needs_mask: s
         return Choice("documents", "kernels for variable lengths take 16 bits alone" if not drops else "its scores have dropout")
     if head_dim <= LARGEST_HEAD and head_dim % 8 == 0:
         for kernel, package in PACKAGES.items():
-            if find_spec(package) is not None:
+            if installed(package):
                 return Choice(kernel, f"{package} is installed")
         if not caps:
             return Choice("varlen", "torch's own kernel for variable lengths takes heads of this size")

@@ -252,11 +252,11 @@ def test_which_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         return choose(layout(**of), size, caps, drops, needs_mask).kernel
 
     gpu = {"device": "cuda", "precision": "bf16"}
-    monkeypatch.setattr("drumline.core.attention.find_spec", lambda name: None)
+    monkeypatch.setattr("drumline.core.attention.installed", lambda name: False)
     assert kernel() == kernel(device="cuda") == kernel(drops=True, **gpu) == "documents"
     assert kernel(**gpu) == "varlen" and kernel(caps=True, **gpu) == kernel(size=512, **gpu) == "flex_attention"
     assert kernel(needs_mask="why", **gpu) == kernel(attention="sdpa") == kernel(attention="eager") == kernel(devices=2, **gpu) == "masked"
-    monkeypatch.setattr("drumline.core.attention.find_spec", lambda name: name == "flash_attn" or None)
+    monkeypatch.setattr("drumline.core.attention.installed", lambda name: name == "flash_attn")
     assert kernel(**gpu) == kernel(caps=True, **gpu) == "flash_attention_2" and kernel(attention="varlen", **gpu) == "varlen"
     lines = [choose(each, 64, False, False, "").line for each in (layout(**gpu), layout())]
     assert "(experimental)" in lines[0] and "(experimental)" not in lines[1]
