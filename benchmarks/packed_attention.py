@@ -80,7 +80,7 @@ def compare(name: str, length: int, documents: int, pairs: int) -> dict[str, Any
         (loss_sum / batch.weight).backward()
         optimizer.step()
         optimizer.zero_grad()
-        loss = float(loss_sum)
+        loss = float(loss_sum.detach())
         assert loss == loss, "the loss is a number"
         return time.perf_counter() - begin
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -33,8 +34,8 @@ PACK = {
     "gemma2 with a window": {"model_type": "gemma2", **LLAMA, **WINDOW, "head_dim": 8},
     "gemma3": {"model_type": "gemma3_text", **LLAMA, **WINDOW, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen3": {"model_type": "qwen3", **LLAMA, "head_dim": 8},
-    "gpt_oss": {"model_type": "gpt_oss", **LLAMA, **WINDOW, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
 }
+GPT_OSS = {"model_type": "gpt_oss", **LLAMA, **WINDOW, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
 
 
 def layout(device: Any = "cpu", precision: Any = "fp32", devices: int = 1, **model: Any) -> Layout:
@@ -45,16 +46,14 @@ def layout(device: Any = "cpu", precision: Any = "fp32", devices: int = 1, **mod
 
 
 def build(kind: str) -> Any:
-    return build_model(None, ModelConfig(id=None, config=PACK[kind]), seed=0).eval()
+    return build_model(None, ModelConfig(id=None, config=(PACK | {"gpt_oss": GPT_OSS})[kind]), seed=0).eval()
 
 
 def batch_of(*rows: tuple[int, ...], width: int = 16) -> TokenBatch:
     """Rows of documents of these lengths, of different tokens."""
     made = collate([[learned_segment(size) for size in row] for row in rows], 0, width)
     torch.manual_seed(1)
-    ids_BT = torch.randint(1, 64, made.input_ids_BT.shape)
-    object.__setattr__(made, "input_ids_BT", ids_BT)
-    return made
+    return replace(made, input_ids_BT=torch.randint(1, 64, made.input_ids_BT.shape))
 
 
 def loss_and_gradients(model: Any, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -83,6 +82,18 @@ def test_losses_and_gradients_of_the_mask(kind: str, rows: str) -> None:
     assert gradients.keys() == masked_gradients.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, masked_gradients[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+def test_each_document_is_as_if_alone(kind: str) -> None:
+    """That of gpt-oss too, whose documents transformers' own mask does not keep apart."""
+    model, sizes = build(kind), (3, 7, 5)
+    attend_by_documents(model, layout())
+    batch, alone = batch_of(sizes), 0.0
+    for size, ids_BT in zip(sizes, batch.input_ids_BT[:, :15].split(sizes, 1), strict=True):
+        document = replace(batch_of((size,), width=size), input_ids_BT=ids_BT)
+        alone += float(loss_and_gradients(model, document)[0])
+    assert float(loss_and_gradients(model, batch)[0]) == pytest.approx(alone, rel=1e-6)
 
 
 def test_texts_of_a_bidirectional_classifier() -> None:
@@ -127,7 +138,7 @@ def test_a_micro_batch_has_no_stop_and_no_mask(kind: str, rows: str, monkeypatch
     """`.item()` and conditions reach the dispatcher; `.tolist()` and `.cpu()` of a CPU tensor do not."""
     model = build(kind)
     attend_by_documents(model, layout())
-    batch = batch_of((3, 7, 9), (11, 9), width=19 + (rows == "padded"))
+    batch = batch_of((3, 7, 9), (11, 8), width=19 + (rows == "padded"))
     module, seen = ForwardWithObjective(model), Seen()
     for name in ("tolist", "cpu", "numpy"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: seen.stops.append(name))
