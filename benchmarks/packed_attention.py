@@ -39,12 +39,13 @@ def compare(name: str, length: int, documents: int, pairs: int) -> dict[str, Any
     import torch
 
     from drumline.algorithms.tokens.objective import NextToken
+    from drumline.core.attention import as_before
     from drumline.core.config import Config
     from drumline.core.mesh import Mesh
     from drumline.core.model import ModelConfig
     from drumline.core.plan import BatchPlan, Layout
     from drumline.data.batches import collate
-    from drumline.models.attention import as_before, attend_by_documents
+    from drumline.models.attention import attend_by_documents
     from drumline.models.build import build_model
     from drumline.models.files import resolve
     from drumline.models.head import ForwardWithObjective

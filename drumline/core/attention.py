@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
@@ -12,6 +14,7 @@ from drumline.core.plan import Layout
 # masked: transformers' own way, under a mask of all pairs of a row. The rest get the lengths of documents, and no mask.
 Kernel = Literal["masked", "documents", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"]
 PACKAGES: dict[Kernel, str] = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}
+PREFIX, ELSE = "drumline_by_", "_else_"
 LARGEST_HEAD = 256  # entries of a head that FlashAttention's kernels take, in steps of 8
 
 
@@ -64,3 +67,26 @@ def choose(layout: Layout, head_dim: int, caps: bool, drops: bool, needs_mask: s
 def choice_of(layout: Layout, facts: ModelFacts) -> Choice:
     """The kernel of a layout's policy, by its sizes."""
     return choose(layout, facts.head_dim, facts.caps_scores, facts.drops_scores, facts.needs_mask)
+
+
+def name_of(kernel: Kernel, before: str) -> str:
+    """The name of transformers' interface that a model has under this kernel, in the place of `before`."""
+    short = kernel.replace("flash_attention_", "fa").removesuffix("_attention")  # by "flash" transformers would know a kernel of its own
+    return f"{PREFIX}{short}{ELSE}{before}"
+
+
+def by_documents(model: Any) -> bool:
+    """Whether the model attends by documents where a batch has them."""
+    return str(getattr(model.config, "_attn_implementation", "")).startswith(PREFIX)
+
+
+@contextlib.contextmanager
+def as_before(model: Any) -> Iterator[None]:
+    """The model with transformers' own attention, for code that looks at its name."""
+    name = model.config._attn_implementation
+    if by_documents(model):
+        model.set_attn_implementation(name.partition(ELSE)[2])
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(name)

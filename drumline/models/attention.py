@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from drumline.core.attention import Kernel, choose
+from drumline.core.attention import Kernel, by_documents, choose, name_of
 from drumline.core.plan import Layout
 from drumline.foreign import first_line
 from drumline.models.blocks import needs_mask
@@ -32,7 +32,6 @@ from drumline.models.sequence import SequencePart
 logger = logging.getLogger(__name__)
 # Config keys of GPT-2, Llama and BERT for dropout over attention's scores.
 SCORE_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
-PREFIX, ELSE = "drumline_by_", "_else_"
 _batch: ContextVar[Any] = ContextVar("batch")  # the one that a model runs on
 
 
@@ -64,8 +63,7 @@ def attend_by_documents(model: Any, layout: Layout) -> None:
     if kernel == "masked":
         return
     before = model.config._attn_implementation
-    short = kernel.replace("flash_attention_", "fa").removesuffix("_attention")  # by "flash" transformers would know a kernel of its own
-    name = f"{PREFIX}{short}{ELSE}{before}"
+    name = name_of(kernel, before)
     # A compiled block would be compiled anew for other lengths.
     AttentionInterface.register(name, partial(torch.compiler.disable(attention), kernel, before))
     AttentionMaskInterface.register(name, partial(mask, before))
@@ -77,26 +75,9 @@ def caps_and_drops(text: Any) -> tuple[bool, bool]:
     return bool(getattr(text, "attn_logit_softcapping", None)), any(getattr(text, key, None) for key in SCORE_DROPOUTS)
 
 
-def by_documents(model: Any) -> bool:
-    """Whether the model attends by documents where a batch has them."""
-    return str(getattr(model.config, "_attn_implementation", "")).startswith(PREFIX)
-
-
 def batch_in_hand() -> bool:
     """Whether a model runs on a batch whose documents are known."""
     return _batch.get(None) is not None
-
-
-@contextlib.contextmanager
-def as_before(model: Any) -> Iterator[None]:
-    """The model with transformers' own attention, for code that looks at its name."""
-    name = model.config._attn_implementation
-    if by_documents(model):
-        model.set_attn_implementation(name.partition(ELSE)[2])
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(name)
 
 
 @contextlib.contextmanager

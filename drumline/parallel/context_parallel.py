@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from drumline.core.attention import by_documents
 from drumline.core.rules import NO_PARTS
 from drumline.errors import PlanError
-from drumline.models.attention import batch_in_hand, by_documents
+from drumline.models.attention import batch_in_hand
 from drumline.models.blocks import whole_sequences
 from drumline.models.head import ForwardWithObjective
 from drumline.models.sequence import SequencePart

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 
+from drumline.core.attention import as_before
 from drumline.errors import DrumlineError
-from drumline.models.attention import as_before
 from drumline.rl.generate import WHERE, Completion, HFGenerator, Request, Sampler, generating, positions, request_seed, require_room
 from drumline.vendor.transformers import ContinuousBatchingLogitsProcessorList
 

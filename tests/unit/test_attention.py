@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from drumline.algorithms.tokens.objective import NextToken
-from drumline.core.attention import PACKAGES, choice_of, choose
+from drumline.core.attention import PACKAGES, as_before, by_documents, choice_of, choose
 from drumline.core.config import Config
 from drumline.core.mesh import Mesh
 from drumline.core.model import ModelConfig
 from drumline.core.plan import BatchPlan, Layout
 from drumline.data.batches import LabelledBatch, TokenBatch, collate, learned_segment
-from drumline.models.attention import KERNELS, Documents, as_before, attend_by_documents, by_documents, one_by_one
+from drumline.models.attention import KERNELS, Documents, attend_by_documents, one_by_one
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective, outputs, split
 from drumline.models.load import facts, load_config
