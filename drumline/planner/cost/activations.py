@@ -105,14 +105,15 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
     if attention_ == "eager" or (attention_ == "auto" and facts.keeps_scores and kernel in ("masked", "documents")):
         dropped = width + (width if layout.device == "cpu" else 1) if facts.drops_scores else width * (width < 4)
         scores = 4 + width * facts.caps_scores + dropped
-    kept = Attention(mask, repeats, scores, drops, kernel == "documents")
+    joins = kernel == "documents" and not scores and (layout.config.packs or facts.bidirectional)
+    kept = Attention(mask, repeats, scores, drops, joins)
     return _formula(facts, kind_of(layout), layout.activation_checkpointing, layout.length, kept, adapter, layout.mesh.tp)
 
 
 class Attention(NamedTuple):
     """What attention keeps besides its inputs and result. `mask`: entries for each token. `repeats`: keys for each query head. `scores`:
     bytes of each; 0 where they are made in tiles. `drops`: bytes for each entry that dropout over a block's results keeps. `joins`: the
-    results of documents are put together for the layer behind it."""
+    results of documents, which their backward needs, are put together for the layer behind."""
 
     mask: int
     repeats: bool
