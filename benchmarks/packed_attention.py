@@ -4,7 +4,7 @@
 
 A step is forward, backward and AdamW's update of one packed row in fp32 (bf16 on a GPU); which form goes first changes each time. The
 figure is the median over pairs of the masked form's seconds divided by the other's, and of each form the median tokens/s and the peak of
-what its step's tensors take besides weights and moments. One row of one document without padding, under neither, is timed beside them.
+what its step's tensors take besides weights and moments.
 """
 
 from __future__ import annotations
@@ -67,18 +67,16 @@ def compare(name: str, length: int, documents: int, pairs: int) -> dict[str, Any
     while (room := length - sum(sizes)) > 0:
         sizes.append(min(room, int(draw.integers(documents // 2, documents * 3 // 2))))
 
-    def row(sizes: list[int]) -> Any:
-        return collate([[(draw.integers(3, vocabulary, size), np.ones(size, np.uint8)) for size in sizes]], 0, length).to(device)
-
-    packed, single = row(sizes), row([length])
+    rows = [[(draw.integers(3, vocabulary, size), np.ones(size, np.uint8)) for size in sizes]]
+    packed = collate(rows, 0, length).to(device)
     module, objective = ForwardWithObjective(model), NextToken(chunk=256, answers=False).objective
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
-    def step(batch: Any) -> float:
+    def step() -> float:
         begin = time.perf_counter()
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss_sum, _ = module(batch, objective)
-        (loss_sum / batch.weight).backward()
+            loss_sum, _ = module(packed, objective)
+        (loss_sum / packed.weight).backward()
         optimizer.step()
         optimizer.zero_grad()
         loss = float(loss_sum.detach())
@@ -87,9 +85,9 @@ def compare(name: str, length: int, documents: int, pairs: int) -> dict[str, Any
 
     def masked() -> float:
         with as_before(model):
-            return step(packed)
+            return step()
 
-    forms = {"masked": masked, "documents": lambda: step(packed), "one document": lambda: step(single)}
+    forms = {"masked": masked, "documents": step}
     peaks = {}
     for form, run in forms.items():  # warm
         run()
