@@ -37,9 +37,9 @@ def installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
-def choose(layout: Layout, head_dim: int, caps: bool, drops: bool, needs_mask: str) -> Choice:
-    """The kernel of a layout's policy. `caps`, `drops`: its scores are soft-capped, have dropout. `needs_mask`: why documents cannot be
-    given to its attention by their lengths; empty where they can."""
+def choose(layout: Layout, head_dim: int, caps: bool, own: bool, needs_mask: str) -> Choice:
+    """The kernel of a layout's policy. `caps`: its scores are soft-capped; `own`: they have dropout, or its class does with them what sdpa
+    cannot. `needs_mask`: why documents cannot be given to its attention by their lengths; empty where they can."""
     wanted = layout.config.model.attention
     if wanted in ("sdpa", "eager"):
         return Choice("masked", f"model.attention is {wanted}")
@@ -53,8 +53,8 @@ def choose(layout: Layout, head_dim: int, caps: bool, drops: bool, needs_mask: s
         return Choice(wanted, "model.attention sets it")  # type: ignore[arg-type]
     if layout.device == "cpu":
         return Choice("documents", "each by itself, which spares the pairs of tokens between them")
-    if layout.precision == "fp32" or drops:
-        return Choice("documents", "kernels for variable lengths take 16 bits alone" if not drops else "its scores have dropout")
+    if layout.precision == "fp32" or own:
+        return Choice("documents", "the model's own function computes scores" if own else "kernels for variable lengths take 16 bits alone")
     if head_dim <= LARGEST_HEAD and head_dim % 8 == 0:
         for kernel, package in PACKAGES.items():
             if installed(package):
@@ -66,7 +66,8 @@ def choose(layout: Layout, head_dim: int, caps: bool, drops: bool, needs_mask: s
 
 def choice_of(layout: Layout, facts: ModelFacts) -> Choice:
     """The kernel of a layout's policy, by its sizes."""
-    return choose(layout, facts.head_dim, facts.caps_scores, facts.drops_scores, facts.needs_mask)
+    own = facts.drops_scores or (facts.keeps_scores and not facts.caps_scores)
+    return choose(layout, facts.head_dim, facts.caps_scores, own, facts.needs_mask)
 
 
 def name_of(kernel: Kernel, before: str) -> str:

@@ -58,11 +58,11 @@ def attend_by_documents(model: Any, layout: Layout) -> None:
 
     text = model.config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
-    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-    kernel, _ = choose(layout, size, *caps_and_drops(text), needs_mask(model))
+    size = getattr(text, "head_dim", None) or (getattr(text, "hidden_size", 0) // heads if heads else 0)
+    (caps, drops), before = caps_and_drops(text), model.config._attn_implementation
+    kernel, _ = choose(layout, size, caps, drops or (before == "eager" and not caps), needs_mask(model))
     if kernel == "masked":
         return
-    before = model.config._attn_implementation
     name = name_of(kernel, before)
     # A compiled block would be compiled anew for other lengths.
     AttentionInterface.register(name, partial(torch.compiler.disable(attention), kernel, before))
@@ -133,7 +133,8 @@ def attention(
         made: tuple[Tensor, Any] = whole(module, query, key, value, attention_mask, **options)
         return made
     cap = options.get("softcap")
-    if kernel != "documents" and not options.get("dropout") and _works(kernel, query.device, query.dtype, query.shape[-1]):
+    own = options.get("dropout") or (before == "eager" and cap is None)  # sinks, for one
+    if kernel != "documents" and not own and _works(kernel, query.device, query.dtype, query.shape[-1]):
         return KERNELS[kernel](query, key, value, attention_mask, options.get("scaling"), cap), None
     # sdpa has no soft caps, and none of what a class without sdpa does besides.
     additive = before == "eager" or cap is not None

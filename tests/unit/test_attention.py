@@ -259,12 +259,12 @@ def test_a_kernel_that_does_not_work_is_not_used(caplog: pytest.LogCaptureFixtur
 
 
 def test_which_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel(size: int = 64, caps: bool = False, drops: bool = False, needs_mask: str = "", **of: Any) -> str:
-        return choose(layout(**of), size, caps, drops, needs_mask).kernel
+    def kernel(size: int = 64, caps: bool = False, own: bool = False, needs_mask: str = "", **of: Any) -> str:
+        return choose(layout(**of), size, caps, own, needs_mask).kernel
 
     gpu = {"device": "cuda", "precision": "bf16"}
     monkeypatch.setattr("drumline.core.attention.installed", lambda name: False)
-    assert kernel() == kernel(device="cuda") == kernel(drops=True, **gpu) == "documents"
+    assert kernel() == kernel(device="cuda") == kernel(own=True, **gpu) == "documents"
     assert kernel(**gpu) == "varlen" and kernel(caps=True, **gpu) == kernel(size=512, **gpu) == "flex_attention"
     assert kernel(needs_mask="why", **gpu) == kernel(attention="sdpa") == kernel(attention="eager") == kernel(devices=2, **gpu) == "masked"
     monkeypatch.setattr("drumline.core.attention.installed", lambda name: name == "flash_attn")
