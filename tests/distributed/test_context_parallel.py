@@ -134,7 +134,6 @@ def cpu_kernel_for_torchs_ring() -> None:
 
 def all_apart(ring: bool) -> dict[str, float]:
     distances = {f"{kind}, packed {packed}": apart(kind, "ulysses", packed) for kind in KINDS for packed in (True, False)}
-    distances |= {f"{kind}, by documents": apart(kind, "ulysses", True, by_documents=True) for kind in KINDS}
     if ring:
         cpu_kernel_for_torchs_ring()
         distances |= {f"{kind}, ring": apart(kind, "ring", packed=False) for kind in RING}
@@ -169,6 +168,16 @@ def test_models_whose_tokens_meet_outside_of_attention_are_refused() -> None:
     """By all ranks alike: convolutions show on the ranks behind the first alone."""
     for lines in run(2, refusals):
         assert all(reason in line for reason, line in zip(REFUSED, lines, strict=True)), lines
+
+
+def all_by_documents() -> dict[str, float]:
+    return {kind: apart(kind, "ulysses", packed=True, by_documents=True) for kind in KINDS}
+
+
+@pytest.mark.full
+def test_parts_by_documents_compute_what_one_process_does_under_a_mask() -> None:
+    for distances in run(2, all_by_documents, timeout=110):
+        assert distances and all(distance < 1e-5 for distance in distances.values()), distances
 
 
 @pytest.mark.parametrize(("ranks", "ring"), [(2, False), (4, True)], ids=["2 ranks", "4 ranks, ring too"])

@@ -39,7 +39,7 @@ GPT_OSS = {"model_type": "gpt_oss", **LLAMA, **WINDOW, "head_dim": 8, "num_local
 
 
 def layout(device: Any = "cpu", precision: Any = "fp32", devices: int = 1, **model: Any) -> Layout:
-    model = {"id": None, "config": {"model_type": "llama"}, **model}
+    model = {"id": None, "config": {"model_type": "llama"}, "attention": "documents", **model}
     config = Config.model_validate({"model": model, "algorithm": "pretrain", "data": {"train": [{"kind": "file", "path": "x"}]}})
     batch = BatchPlan(global_samples=1, micro_batch=1, accumulation=1, eval_micro_batch=1)
     return Layout(config=config, mesh=Mesh(), engine="native", devices_per_rank=devices, device=device, precision=precision, batch=batch)
@@ -132,6 +132,7 @@ class Seen(TorchDispatchMode):
         return {shape for shape in self.shapes if shape[-2:] == (width, width)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows", ["packed", "padded"])
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_a_micro_batch_has_no_stop_and_no_mask(kind: str, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +191,7 @@ def test_generation_is_that_of_the_model() -> None:
         assert by_documents(model)
 
 
+@pytest.mark.full
 def test_the_planner_charges_no_mask_where_none_is_made() -> None:
     sizes = facts(load_config(None, ModelConfig(id=None, config=PACK["llama"])), 64)
     masked, by_document = (formula(layout(**of), sizes).saved_block for of in ({"attention": "sdpa"}, {}))
@@ -266,8 +268,8 @@ def test_which_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drumline.core.attention.installed", lambda name: False)
     assert kernel() == kernel(device="cuda") == kernel(own=True, **gpu) == "documents"
     assert kernel(**gpu) == "varlen" and kernel(caps=True, **gpu) == kernel(size=512, **gpu) == "flex_attention"
-    assert kernel(needs_mask="why", **gpu) == kernel(attention="sdpa") == kernel(attention="eager") == kernel(devices=2, **gpu) == "masked"
+    assert kernel(needs_mask="why", **gpu) == kernel(attention="sdpa") == kernel(attention="auto") == kernel(devices=2, **gpu) == "masked"
     monkeypatch.setattr("drumline.core.attention.installed", lambda name: name == "flash_attn")
     assert kernel(**gpu) == kernel(caps=True, **gpu) == "flash_attention_2" and kernel(attention="varlen", **gpu) == "varlen"
-    lines = [choose(each, 64, False, False, "").line for each in (layout(**gpu), layout())]
+    lines = [choose(each, 64, False, False, "").line for each in (layout(**gpu), layout(attention="auto"))]
     assert "(experimental)" in lines[0] and "(experimental)" not in lines[1]

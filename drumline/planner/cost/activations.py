@@ -102,7 +102,7 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
     # With dropout, torch has no tiles on a CPU: it keeps softmax, mask and their product in fp32 (sdp_utils_cpp.cpp of torch).
     width, attention_ = 4 if layout.precision == "fp32" else 2, layout.config.model.attention
     scores: float = 12 if facts.drops_scores and layout.device == "cpu" else 0
-    if attention_ == "eager" or (attention_ == "auto" and facts.keeps_scores and kernel in ("masked", "documents")):
+    if attention_ == "eager" or (facts.keeps_scores and attention_ in ("auto", "documents") and kernel in ("masked", "documents")):
         dropped = width + (width if layout.device == "cpu" else 1) if facts.drops_scores else width * (width < 4)
         scores = 4 + width * facts.caps_scores + dropped
     joins = kernel == "documents" and not scores and (layout.config.packs or facts.bidirectional)
