@@ -80,15 +80,17 @@ def name_of(kernel: Kernel, before: str) -> str:
 
 def by_documents(model: Any) -> bool:
     """Whether the model attends by documents where a batch has them."""
-    return str(getattr(model.config, "_attn_implementation", "")).startswith(PREFIX)
+    return str(getattr(getattr(model, "config", None), "_attn_implementation", "")).startswith(PREFIX)
 
 
 @contextlib.contextmanager
 def as_before(model: Any) -> Iterator[None]:
     """The model with transformers' own attention, for code that looks at its name."""
+    if not by_documents(model):
+        yield
+        return
     name = model.config._attn_implementation
-    if by_documents(model):
-        model.set_attn_implementation(name.partition(ELSE)[2])
+    model.set_attn_implementation(name.partition(ELSE)[2])
     try:
         yield
     finally:

@@ -85,7 +85,7 @@ def whole_sequences(model: Any) -> str:
 
 def needs_mask(model: Any) -> str:
     """Why its attention takes a mask and not the lengths of documents, by the model's class and config; empty where lengths will do."""
-    module = sys.modules[type(model).__module__]
+    module = sys.modules.get(type(model).__module__)
     if not getattr(model, "_supports_attention_backend", False) or not hasattr(module, "eager_attention_forward"):
         return "its attention does not go through transformers' attention interface"
     if getattr(model.config, "vision_config", None) is not None or getattr(model.config, "is_encoder_decoder", False):
