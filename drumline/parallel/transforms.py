@@ -213,4 +213,21 @@ def apply_ddp(module: nn.Module, options: CopyOptions, group: dist.ProcessGroup)
     )
     # Its own clocks around each step's communication; 1 = every step.
     wrapped._set_ddp_runtime_logging_sample_rate(1)
+    if not (options.static_graph or options.find_unused_parameters):
+        _lay_out_buckets(wrapped)
     return wrapped
+
+
+def _lay_out_buckets(ddp: DistributedDataParallel) -> None:
+    """After its first backward DDP lays out its buckets anew, in the order in which gradients came. The order in which three ranks and more
+    are summed depends on the place in a bucket, so the first step of a resumed run would differ in its last bits. This is that backward: of
+    zeros, last parameter first, as in a step."""
+    parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+    with torch.enable_grad():
+        nothing = torch.stack([(parameter.flatten()[:1].float() * 0).sum() for parameter in parameters]).sum()
+    ddp.reducer.prepare_for_forward()
+    ddp.reducer.prepare_for_backward([])
+    nothing.backward()
+    for parameter in parameters:
+        parameter.grad = None
+    ddp.reducer._rebuild_buckets()

@@ -254,10 +254,14 @@ class Chaos:
             switch(True)
 
     def _noticed(self) -> float:
-        """When the launcher has reported the fault."""
-        self._await(lambda: bool(self.log.of("fault", self.began)), "a fault")
+        """When the launcher has reported the fault, or, where it was below an agent that was killed, another one has taken over."""
+
+        def seen() -> list[dict[str, Any]]:
+            return [*self.log.of("fault", self.began), *self.log.of("takeover", self.began)]
+
+        self._await(lambda: bool(seen()), "a fault")
         self._require_whole()
-        return float(self.log.of("fault", self.began)[0]["t"])
+        return float(seen()[0]["t"])
 
     def _walk(self, steps: int) -> None:
         """Until the run is on all of its hosts and has logged so many steps there. Now and then one that lacks a host is hurt, too."""
@@ -338,12 +342,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the report of several hosts as JSON")
+    parser.add_argument("--runs", default="", help="of several hosts only these again, such as ddp-fixed,pp-elastic")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if options.hosts > 1:
             from tests.hosts.chaos import campaign
 
-            campaign(Path(folder), options.hosts, options.kills, options.seed, options.out)
+            campaign(Path(folder), options.hosts, options.kills, options.seed, options.out, list(filter(None, options.runs.split(","))))
             return
         steps = [event["step"] for event in chaos(Path(folder), one_machine(), options.kills, options.seed).log.of("step")]
     print(f"{options.kills} kills: losses, samples and weights equal bit for bit; {len(steps) - max(steps)} steps done again")

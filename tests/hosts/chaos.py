@@ -3,11 +3,12 @@ go."""
 
 from __future__ import annotations
 
+import json
 import statistics
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,20 @@ PACE_SECONDS = 1.0
 STEPS = 16, 80  # a kill, on hosts that stay and where they come and go
 
 
-def campaign(folder: Path, count: int, kills: int, seed: int, out: Path | None) -> None:
-    """Print what was killed and what it cost; with `out` also as JSON. Raises AssertionError after the last run if one differed."""
+def campaign(folder: Path, count: int, kills: int, seed: int, out: Path | None, only: Sequence[str] = ()) -> None:
+    """Print what was killed and what it cost; with `out` also as JSON. `only`: the names of runs to make again, those that `out` has of the
+    others stay. Raises AssertionError after the last run if one differed."""
     command = f"python -m tests.faults.chaos --hosts {count} --kills {kills} --seed {seed} --out {out}"
     head = {"command": command, "setting": {"hosts": count, "kills": kills, "seed": seed, "pace_seconds": PACE_SECONDS}}
     found, wrong = list[dict[str, Any]](), list[str]()
+    if only and out is not None and out.exists():
+        found = [leg for leg in json.loads(out.read_text())["runs"] if leg["run"] not in only]
     # A kill on hosts that stay takes half as long.
     turns = [*range(len(LEGS)), *(number for number, (_, elastic) in enumerate(LEGS) if not elastic)]
     shares = [sum(turns[kill % len(turns)] == number for kill in range(kills)) for number in range(len(LEGS))]
     for number, (strategy, elastic) in enumerate(LEGS):
         here = folder / f"{strategy}-{'elastic' if elastic else 'fixed'}"
-        if not shares[number]:
+        if not shares[number] or (only and here.name not in only):
             continue
         here.mkdir()
         print(f"{here.name}: {shares[number]} kills", flush=True)
@@ -118,7 +122,7 @@ def told(name: str, hurt: Chaos) -> dict[str, Any]:
         again = reached - restarted[0] if restarted else 0
         kills.append({"what": each["what"], "target": each["target"], "step": each["step"], "noticed_s": noticed, "steps_again": again,
                       "back_s": round(beyond[0] - began, 2)})  # fmt: skip
-    return {"run": name, "kills": kills, "seconds": spent(hurt)}
+    return {"run": name, "commit": common.commit(), "kills": kills, "seconds": spent(hurt)}
 
 
 def spent(hurt: Chaos) -> dict[str, float]:
