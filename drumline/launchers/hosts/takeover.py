@@ -78,7 +78,8 @@ class Heir:
                     return link
             if time.monotonic() > turn and (self._launcher is None or self._launcher.poll() is not None):
                 turn = time.monotonic() + TURN_SECONDS * max(2, len(self.known["members"]))
-                self._start()
+                with suppress(OSError, EnvironmentFault):
+                    self._start()
         self._note(f"error: host {self.settings['name']} found no launcher that goes on with {self.known['run_dir']}" + self._why())
         return None
 
@@ -105,7 +106,10 @@ class Heir:
     def _start(self) -> None:
         """Start a launcher on this host. One that does not get the lease ends by itself; without a shared folder votes come first."""
         term = self.known["term"] + 1
-        if not self.known["shared"]:
+        if self.known["shared"]:
+            if lease.token_of(Path(self.known["run_dir"])) != self.known["token"]:
+                return  # another host has it already, or gave it back
+        else:
             won = self.voter.win()
             if won is None:
                 return
