@@ -74,7 +74,7 @@ def without_ranks(host: Host) -> None:
 @pytest.mark.full
 def test_a_host_goes_and_comes_back_and_the_run_is_that_of_one_host(four: dict[str, Host], tmp_path: Path) -> None:
     path, run = config(tmp_path, four["a"].ssh_config), tmp_path / "run"
-    (tmp_path / "slow").touch()
+    (tmp_path / "slow").write_text("2")  # seconds of a step, for as long as hosts go and come
     process = four["a"].start(*TRAIN, path)
     wait_for(run, "step", 5, process)
     four["d"].link(up=False)

@@ -16,6 +16,7 @@ from tests.hosts.namespaces import Host, await_sshd, ended, hosts
 from tests.hosts.test_elastic import STEPS, TRAIN, alone, config, same_as_alone, without_ranks
 
 pytestmark = pytest.mark.full
+SLOW = "2"  # seconds of a step, for as long as hosts go and come
 GONE_SECONDS = 3 * 60.0  # that agents look for another launcher
 
 
@@ -49,7 +50,7 @@ def wait_for_end(found: list[Host], run: Path) -> None:
 
 def test_the_launcher_s_host_dies_and_comes_back_and_the_next_one_dies(four: dict[str, Host], tmp_path: Path) -> None:
     path, run = config(tmp_path, four["a"].ssh_config), tmp_path / "run"
-    (tmp_path / "slow").touch()
+    (tmp_path / "slow").write_text(SLOW)
     process = four["a"].start(*TRAIN, path)
     wait_for(run, "step", 5, process)
     died = time.time()
@@ -84,7 +85,7 @@ def test_the_launcher_s_host_dies_and_comes_back_and_the_next_one_dies(four: dic
 def test_the_launcher_s_host_is_cut_off_and_keeps_the_lease(four: dict[str, Host], tmp_path: Path) -> None:
     """Its disk is not cut off: no other host gets the folder, and those that are cut off from the launcher have no ranks."""
     path, run = config(tmp_path, four["a"].ssh_config), tmp_path / "run"
-    (tmp_path / "slow").touch()
+    (tmp_path / "slow").write_text(SLOW)
     process = four["a"].start(*TRAIN, path)
     wait_for(run, "step", 5, process)
     cut = time.time()
@@ -106,7 +107,7 @@ def test_the_launcher_s_host_is_cut_off_and_keeps_the_lease(four: dict[str, Host
 
 def test_a_launcher_that_is_cut_off_from_most_leaves_the_run_to_them(four: dict[str, Host], tmp_path: Path) -> None:
     path, run = config(tmp_path, four["a"].ssh_config, nodes={"min": 2}), tmp_path / "run"
-    (tmp_path / "slow").touch()
+    (tmp_path / "slow").write_text(SLOW)
     process = four["a"].start(*TRAIN, path)
     wait_for(run, "step", 5, process)
     four["a"].link(up=False)
@@ -125,7 +126,7 @@ def apart(folder: Path, four: dict[str, Host]) -> dict[str, Path]:
     (folder / "own").mkdir()
     for name, host in four.items():
         (folder / name).mkdir()
-        (folder / name / "slow").touch()
+        (folder / name / "slow").write_text(SLOW)
         host.run("mount", "--bind", folder / name, folder / "own")
     return {name: folder / name / "run" for name in four}
 

@@ -9,6 +9,7 @@ then (`launchers.hosts.takeover`). Where they share no run folder a launcher nee
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -114,7 +115,8 @@ class ElasticHosts(Hosts):
             ends = attempt.run(rank)
             self._begun = True
             self._require_right()
-            if not attempt.paused or signals.number or 75 not in {end.exitcode for end in ends}:
+            # One that was just leaving, since the run is over, dies of the signal that others save at.
+            if not attempt.paused or signals.number or not {75, -signal.SIGUSR1} & {end.exitcode for end in ends}:
                 return ends
             rank = [*rank[:2], "--resume", "newest"]
             logs = logs.with_name(f"attempt-{int(logs.name.removeprefix('attempt-')) + 1}")
