@@ -95,6 +95,19 @@ def test_a_rank_without_the_secret_does_not_meet_the_others(by: str, rank_1: pyt
     assert PrefixStore("drumline-drawn", PrefixStore("the secret", store)).get("found") == b"1"
 
 
+def test_a_rank_that_lacks_rank_0_s_secret_says_so(rank_1: pytest.MonkeyPatch) -> None:
+    """Under a launcher without a store of its own: rank 0 has made this one."""
+    store = open_store(listen(None))
+    PrefixStore("drumline-first", PrefixStore("the secret", store)).set("here", "")
+    rank_1.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    rank_1.setenv("MASTER_PORT", str(store.port))
+    rank_1.setattr(start, "ANSWER_SECONDS", 1.0)
+    with pytest.raises(EnvironmentFault, match="rank 0 has a secret that rank 1 does not know — set DRUMLINE_SECRET"):
+        start.rendezvous()
+    rank_1.setenv(SECRET, "the secret")
+    start.rendezvous()
+
+
 def _answer(store: PrefixStore) -> None:
     """Rank 0's part."""
     store.set("drawn-answer-1", store.get("drawn-hello-1"))
