@@ -213,7 +213,7 @@ def test_a_preflight_that_fails_ends_the_job(cluster: Slurm, config: Path, tmp_p
     line = (*DRUMLINE, "train", config, f"run.dir={tmp_path / 'run'}", *LAUNCH, "launch.preflight=true")
     done = end(start(cluster, *line, GLOO_SOCKET_IFNAME="none0"))
     assert done.code == 2 and "error: host n1: interfaces: " in done.err and "none0 is set" in done.err, done.err
-    assert not events(tmp_path / "run", "run_start")
+    assert not (tmp_path / "run" / "events.jsonl").exists()
 
 
 def test_detached_then_followed_then_stopped(cluster: Slurm, config: Path, tmp_path: Path) -> None:
@@ -336,9 +336,9 @@ def test_a_hang_of_tasks_that_joined_is_named(cluster: Slurm, config: Path, tmp_
     kill(task_of(run, 1), signal.SIGSTOP)
     done = end(process)
     assert done.code and "rank 1 on host n2: hangs in" in done.err and "it is suspended (SIGSTOP)" in done.err, done.err
-    (hang,) = events(run, "hang")
+    hang = events(run, "hang")[0]  # the other host's ranks may have waited for too long before they ended, too
     assert (hang["rank"], hang["host"]) == (1, "n2")
-    assert events(run, "fault")[-1]["action"] == "stop: its ranks are killed, and srun decides about another start"
+    assert events(run, "fault")[0]["action"] == "stop: its ranks are killed, and srun decides about another start"
 
 
 def test_a_rank_that_fails_again_ends_the_job(cluster: Slurm, tmp_path: Path) -> None:
