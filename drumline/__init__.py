@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from drumline.train.run import Run, train
     from drumline.train.session import session
 
+# torchao, which transformers imports where it is there, warns of kernels for GPUs that are not here, and of its own use of torch.
+for chatty in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(chatty).setLevel(logging.ERROR)
+
 __all__ = ("Run", "errors", "load", "plan", "session", "train", "verify")
 __version__ = "0.6.0"
 

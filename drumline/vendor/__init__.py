@@ -5,16 +5,11 @@ Each is looked up when it is first used, so one that a version lacks costs only 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from importlib import import_module, metadata
 from typing import Any
 
 from drumline.errors import EnvironmentFault
-
-# torchao, which transformers imports where it is there, warns of kernels for GPUs that are not here, and of its own use of torch.
-for chatty in ("torchao", "torch.utils._pytree"):
-    logging.getLogger(chatty).setLevel(logging.ERROR)
 
 
 def names(library: str, oldest: str, newest: str, places: Mapping[str, str]) -> Callable[[str], Any]:

@@ -63,7 +63,7 @@ def test_what_ranks_hold_and_send_is_what_was_predicted(runs: Path, name: str) -
         assert max(last["by_rank"][category]) == last["memory"][category]
     assert last["traffic"] == pytest.approx(planned["traffic"]["total"], rel=1e-6)
     assert abs(last["off"]["peak"]) < ROWS[name]
-    assert last["warned"] == [], last["warnings"]  # of some MB bytes count, no share
+    assert set(last["warned"]) <= {"seconds"}, last["warnings"]  # of some MB bytes count, no share; seconds are the machine's
 
 
 def test_a_wrong_plan_is_warned_of(runs: Path) -> None:

@@ -70,6 +70,7 @@ def of(*numbers: int) -> Callable[[dict[str, Any]], bool]:
     return lambda found: len(found["hosts"]) == len(numbers)
 
 
+@pytest.mark.full
 def test_hosts_come_and_go_and_a_slow_one_holds_up_nobody(three: Hosts) -> None:
     three.start(1)
     three.wait(1, of(1))
