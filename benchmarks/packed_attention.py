@@ -63,11 +63,11 @@ def compare(name: str, length: int, documents: int, pairs: int) -> dict[str, Any
     attend_by_documents(model, layout)
     ours, vocabulary = model.config._attn_implementation, model.config.get_text_config().vocab_size
     draw = np.random.default_rng(0)
-    sizes = []
+    sizes: list[int] = []
     while (room := length - sum(sizes)) > 0:
         sizes.append(min(room, int(draw.integers(documents // 2, documents * 3 // 2))))
 
-    rows = [[(draw.integers(3, vocabulary, size), np.ones(size, np.uint8)) for size in sizes]]
+    rows = [[(draw.integers(3, vocabulary, size, dtype=np.uint32), np.ones(size, np.uint8)) for size in sizes]]
     packed = collate(rows, 0, length).to(device)
     module, objective = ForwardWithObjective(model), NextToken(chunk=256, answers=False).objective
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
