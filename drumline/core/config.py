@@ -126,7 +126,11 @@ class CompileConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: Steps | None = Field(None, description="Save every N steps; null: only at the end and when the run is stopped.")
+    every: Steps | Literal["auto"] | None = Field(
+        None,
+        description="Save every N steps; auto: as often as faults make it worth (`drumline plan --mtbf-hours`); null: only at the end and"
+        " when the run is stopped.",
+    )
     keep: int = Field(2, gt=0, le=10**6, description="Keep the newest N checkpoints.")
     keep_best: bool = Field(True, description="Also keep the best checkpoint by eval.metric.")
     asynchronous: bool = Field(True, description="Write in the background while training goes on.")
@@ -164,6 +168,11 @@ class CheckpointConfig(Section):
     def memory_copies(self) -> int:
         """Checkpoints that lie in the memory of hosts at once: the newest one, and the one that is being written."""
         return 0 if self.in_memory_every is None else 2
+
+    @property
+    def steps(self) -> int | None:
+        """`every` of a plan, in which auto has become a number."""
+        return self.every if isinstance(self.every, int) else None
 
     @property
     def apart(self) -> bool:
@@ -224,6 +233,14 @@ class HealthConfig(Section):
 Reporter = Annotated[PathText, Named("trackers", ("tensorboard", "wandb", "mlflow", "trackio"))]
 
 
+class ProfileConfig(Section):
+    """A trace of torch.profiler and, on a GPU, a snapshot of memory, written to RUN/profile."""
+
+    at: Steps = Field(10, description="The first step of the trace. The first few are also those that a run measures itself in.")
+    steps: int = Field(3, gt=0, le=1000, description="Steps in the trace, whose size grows with them.")
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field((0,), description="Ranks that write one.")
+
+
 class RunConfig(Section):
     dir: LocalPath | None = Field(None, description="Run folder; null: runs/<name of the YAML>.")
     steps: Steps | None = Field(None, description="Optimizer steps; overrides epochs.")
@@ -232,6 +249,7 @@ class RunConfig(Section):
     deterministic: bool = Field(False, description="Deterministic kernels only (cuDNN and algorithms); slower on GPUs.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if there are any, else the CPU.")
     log_every: Steps = Field(1, description="Write a step event every N steps.")
+    profile: ProfileConfig | None = Field(None, description="Trace a few steps; null: none. Changes no number.")
     callbacks: tuple[PathText, ...] = Field((), description="Your classes called after each step, save and evaluation: file.py:Name.")
     report_to: tuple[Reporter, ...] = Field(("tensorboard",), description="Where metrics are written besides events.jsonl.")
 

@@ -64,6 +64,7 @@ class Progress:
         self.step: events.Step | None = None
         self.save: events.Save | None = None
         self.export: events.Export | None = None
+        self.profile: events.Profiled | None = None
         self.end: events.RunEnd | None = None
         self.fault: events.Fault | None = None
         self.measured = False
@@ -153,6 +154,19 @@ class Progress:
         check = f"drumline plan --check {shlex.quote(self._run_dir())}"
         self._print(f"measured: peak {size(memory['peak'])} a rank{step} · {off} ({check})", "yellow" if event.warned else "")
 
+    def _on_profile(self, event: events.Profiled) -> None:
+        self.profile = event
+        for line in self._operators(event):
+            self._print(line)
+
+    def _operators(self, event: events.Profiled) -> list[str]:
+        steps = f"step {event.step}" if event.steps == 1 else f"steps {event.step} to {event.step + event.steps - 1}"
+        lines = [f"profile of rank {event.rank}, {steps}: {event.trace} · snapshot of memory: {event.snapshot}"]
+        lines += [f"  {'operator':<44} {'calls':>7} {'seconds':>9} {'share':>6}"]
+        return lines + [
+            f"  {each['name'][:44]:<44} {each['calls']:>7,} {each['seconds']:>9.3g} {each['share']:>6.1%}" for each in event.operators
+        ]
+
     def _on_save(self, event: events.Save) -> None:
         if event.error:
             rest = "" if event.path else " — the run goes on"
@@ -230,6 +244,8 @@ class Progress:
             lines += [f"  held-out {name:<15} {_number(one, '.4f')} → {_number(other, '.4f')}" for name, one, other in both]
         if self.sent:
             lines.append(f"  sent    {size(_mean(self.sent))} a rank and step, mean of {len(self.sent)} steps")
+        if self.profile:
+            lines += self._operators(self.profile)
         if self.export:
             lines.append(f"  model   {self.export.path}  (load it with transformers' from_pretrained)")
         lines += [f"  events  {run_dir}/events.jsonl", "next:"]

@@ -231,6 +231,15 @@ class Export(Event, kind="export"):
     max_logit_difference: Number  # between the trained model and the folder read back
 
 
+class Profiled(Event, kind="profile"):
+    rank: int
+    step: int  # the first one of those
+    steps: int
+    trace: str  # the file
+    snapshot: str  # the file of the memory's history, or why there is none
+    operators: list[dict[str, Any]]  # the dearest, see telemetry.profile
+
+
 class RunEnd(Event, kind="run_end"):
     status: str  # finished, preempted, stopped or failed
     exit_code: int  # see errors.py

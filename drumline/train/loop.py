@@ -22,6 +22,7 @@ from drumline.models.router import router_metrics
 from drumline.parallel.engine import Engine
 from drumline.telemetry.events import Emit, Eval, Step
 from drumline.telemetry.measure import Measure
+from drumline.telemetry.profile import Profile
 from drumline.telemetry.stragglers import Stragglers
 from drumline.train.health import Collectives, GoBack, Spikes, Weights
 from drumline.train.saving import Saver
@@ -65,6 +66,7 @@ class Loop:
         health = self.plan.config.health
         self.spikes = Spikes(health, self.emit)
         self.weights = Weights(self.plan, self.engine, self.gather, self.emit)
+        self.profile = Profile(self.plan, self.gather.rank, self.emit)
         self.collectives = Collectives(health.check_collectives)
         self.stragglers = Stragglers(self.gather, self.emit, health.straggler_ratio)
         # Ranks over a slow link step by their own numbers, and read those of all a step later.
@@ -92,6 +94,7 @@ class Loop:
                 break
             except GoBack as back:
                 self._go_back(back)
+        self.profile.after(self.state.step, last=True)
         if not config.eval.every or (self.state.step % config.eval.every and self.evaluated_step != self.state.step):
             self.evaluate()
         self._save_last()
@@ -110,14 +113,16 @@ class Loop:
             batch = next(batches, None)
             if batch is None:
                 break
+            self.profile.before(self.state.step)
             self._train_step(batch, time.time() - drawn)
+            self.profile.after(self.state.step)
             self.collectives.check()
             if self.weights.due(self.state.step):
                 self.weights.check(self.state.step)
             if self.checkpointable:
                 self._leave_if_requested()
                 best = _due(config.eval.every, rested, self.state.step) and self.evaluate()
-                if _due(config.checkpoint.every, rested, self.state.step) or (best and config.checkpoint.keep_best) or self.retries:
+                if _due(config.checkpoint.steps, rested, self.state.step) or (best and config.checkpoint.keep_best) or self.retries:
                     self.save()
                 elif self.saver.memory is not None and _due(config.checkpoint.in_memory_every, rested, self.state.step):
                     self._land()
