@@ -103,7 +103,13 @@ def plan(
     precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or auto.")] = None,
     tokens: Annotated[float | None, typer.Option(min=1, help="Tokens of the whole run, such as 1e9: gives hours and cost.")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Price of one device per hour, in any currency.")] = None,
-    top: Annotated[int, typer.Option(min=1, metavar="N", help="Show the N best plans.")] = 8,
+    mtbf_hours: Annotated[
+        float | None, typer.Option(min=1e-3, help="Hours between two faults of a device: print what faults cost, and how often to save.")
+    ] = None,
+    top: Annotated[int | None, typer.Option(min=1, metavar="N", help="Show the N best plans.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also print memory, seconds and hosts by category, what is out, and heuristics.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     explain: Annotated[str | None, typer.Option(metavar="NAME", help="Explain one plan, by its name or row number.")] = None,
     max_seq: Annotated[bool, typer.Option("--max-seq", help="Print the longest row that fits, for each family of strategies.")] = False,
@@ -127,14 +133,16 @@ def plan(
     from drumline.planner.question import Flags
     from drumline.planner.report.table import Kind
 
-    flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price)
+    flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price, mtbf_hours)
     if max_seq and max_batch:
         raise UserError("--max-seq and --max-batch cannot be combined", where="drumline plan", fix="give one at a time")
     most: Kind | None = "max_length" if max_seq else "max_batch" if max_batch else None
     trial: Trial | None = None
     if probe:
         from drumline.train.probe import probe as trial
-    options = Options(config, overrides or [], flags, tokens, as_json, top, explain, devices, figure, most, what_if, trial, trace)
+    options = Options(
+        config, overrides or [], flags, tokens, as_json, top, everything, explain, devices, figure, most, what_if, trial, trace
+    )
     raise typer.Exit(run(options))
 
 

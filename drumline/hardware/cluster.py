@@ -150,6 +150,9 @@ class Cluster:
     host_link: Link
     host_memory_bytes: int | None = None
     price_per_device_hour: float | None = None
+    mtbf_hours: float | None = None
+    restart_seconds: float | None = None
+    repair_hours: float = 24.0
     found: bool = False
     calibration: Calibration = field(default_factory=Calibration)
     notes: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from drumline.core.config import NoAdapter
 from drumline.core.load import Loaded
 from drumline.errors import UserError
 from drumline.planner.cluster import network_assumed
@@ -18,14 +19,16 @@ from drumline.planner.question import FLAGS, Flags, Found, ask, load_with_flags
 from drumline.planner.report import table
 from drumline.planner.report.check import show_probes
 from drumline.planner.report.explanation import explain, pick
+from drumline.planner.report.faults import report_faults
 from drumline.planner.report.output import as_json, candidate, catalog, to_use
-from drumline.planner.search.advice import nothing_fits, refusal
-from drumline.planner.search.answer import Answer, Candidate, ranked_anew, require_here
+from drumline.planner.search.advice import by_adapter, nothing_fits, refusal
+from drumline.planner.search.answer import Answer, Candidate, Question, ranked_anew, require_here
 from drumline.planner.search.auto import heuristic_first
 from drumline.planner.search.search import search
 from drumline.report.bars import OnProgress, bars
 
 TRACED = 3  # of the best
+SHORT, LONG = 3, 8  # plans that a screen shows, and --all
 
 Trial = Callable[[Answer, Loaded, OnProgress], Answer]
 
@@ -33,14 +36,15 @@ Trial = Callable[[Answer, Loaded, OnProgress], Answer]
 @dataclass(frozen=True)
 class Options:
     """The options of the command line. `tokens` of the whole run, where data and steps do not give them; `most`: the length or batch whose
-    largest value is requested; `what_if`: nodes=2,4,8."""
+    largest value is requested; `what_if`: nodes=2,4,8; `everything`: more than a screen."""
 
     config: Path | None = None
     overrides: list[str] = field(default_factory=list)
     flags: Flags = Flags()
     tokens: float | None = None
     as_json: bool = False
-    top: int = 8
+    top: int | None = None
+    everything: bool = False
     explain: str | None = None
     devices: bool = False
     figure: Path | None = None
@@ -57,7 +61,7 @@ def plan(options: Options) -> int:
     if options.devices:
         print(json.dumps(catalog(), indent=2)) if options.as_json else table.show_devices(console)
         return 0
-    alone = {"--max-seq or --max-batch": options.most, "--what-if": options.what_if}
+    alone = {"--max-seq or --max-batch": options.most, "--what-if": options.what_if, "--mtbf-hours": options.flags.mtbf_hours}
     shown = {"--explain": options.explain, "--figure": options.figure, "--probe": options.probe, "--trace": options.trace}
     single, beside = ([name for name, value in flags.items() if value] for flags in (alone, shown))
     if len(single) > 1 or (single and beside):  # one would be ignored
@@ -74,9 +78,11 @@ def plan(options: Options) -> int:
     for note in notes:
         aside.print(f"note: {note}", soft_wrap=True, markup=False)
     if options.most is not None:
-        table.report_most(question, options.most, console, options.top, options.as_json)
+        table.report_most(question, options.most, console, options.top or LONG, options.as_json)
     elif hosts is not None:
         table.report_what_if(question, hosts, console, options.tokens, options.as_json)
+    elif options.flags.mtbf_hours is not None:
+        report_faults(search(question), console, options.tokens, options.as_json)
     else:
         if options.probe is not None:
             require_here(question.cluster)
@@ -86,7 +92,7 @@ def plan(options: Options) -> int:
                 answer = _traced(answer, made.policy, on_progress)
             if options.probe is not None:
                 answer = options.probe(answer, loaded, on_progress)
-        _answer(answer, loaded, options, console, aside)
+        _answer(answer, lambda: _without_adapter(loaded, question), loaded, options, console, aside)
     return 0
 
 
@@ -105,7 +111,15 @@ def _traced(answer: Answer, policy: Found, on_progress: OnProgress) -> Answer:
     return ranked_anew(answer, ((c.name, c) for c in (*made, *answer.ranked[TRACED:])), {})
 
 
-def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, aside: Console) -> None:
+def _without_adapter(loaded: Loaded, question: Question) -> Question:
+    """The question of the same run that trains all weights."""
+    if question.config.adapter.kind == "none":
+        return question
+    whole = loaded.config.model_copy(update={"adapter": NoAdapter()})
+    return ask(replace(loaded, config=whole), lambda *_: None).question
+
+
+def _answer(answer: Answer, plain: Callable[[], Question], loaded: Loaded, options: Options, console: Console, aside: Console) -> None:
     """Show an answer as the options request it."""
     if options.figure is not None:
         from drumline.planner.report.picture import draw
@@ -120,13 +134,17 @@ def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, 
         return
     changes = () if answer.ranked else nothing_fits(answer)
     answer, line = heuristic_first(answer)
+    adapted = by_adapter(answer, plain())
     if options.as_json:
-        print(json.dumps(as_json(answer, options.tokens, changes), indent=2))
+        print(json.dumps(as_json(answer, options.tokens, changes, adapted), indent=2))
     else:
         if line:
             console.print(f"{line}\n", soft_wrap=True, markup=False)
         show_probes(answer.probes, console)
-        table.show(answer, console, changes, top=options.top, tokens=options.tokens)
+        if options.everything or not answer.ranked:
+            table.show(answer, console, changes, adapted, top=options.top or LONG, tokens=options.tokens)
+        else:
+            table.show_short(answer, console, adapted, top=options.top or SHORT, tokens=options.tokens)
         if answer.ranked:
             config = None if loaded.path == Path(FLAGS) else loaded.path
             given = [*options.flags.overrides(), *options.overrides]

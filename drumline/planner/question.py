@@ -33,7 +33,8 @@ WITHOUT_DATA = "data: {train: [{kind: file, path: data.jsonl}]}"
 IMAGES = "algorithm={kind: classify, modality: image}"
 # Flag → key, in the order in which they override.
 KEYS = {"model": "model.id", "cluster": "cluster", "length": "data.max_length", "adapter": "adapter", "batch": "batch.global_samples",
-        "algorithm": "algorithm", "precision": "precision", "price": "cluster.price_per_device_hour"}  # fmt: skip
+        "algorithm": "algorithm", "precision": "precision", "price": "cluster.price_per_device_hour",
+        "mtbf_hours": "cluster.mtbf_hours"}  # fmt: skip
 ADAPTERS = {"none": "none", "full": "none", "lora": "lora", "qlora": "{kind: lora, quantize: 4bit}"}
 
 
@@ -49,6 +50,7 @@ class Flags:
     algorithm: str | None = None
     precision: str | None = None
     price: float | None = None
+    mtbf_hours: float | None = None
 
     def overrides(self) -> dict[str, str]:
         """The flags as overrides of a config, each with the flag as it was typed. Raises UserError for an adapter that there is not."""
@@ -62,7 +64,11 @@ class Flags:
             keys = cluster_from_string(cluster)  # so that an override can add more
             cluster = json.dumps(keys) if isinstance(keys, dict) and not cluster.lstrip().startswith("{") else cluster
         values = vars(self) | {"model": model, "cluster": cluster, "adapter": self.adapter and ADAPTERS[self.adapter]}
-        return {f"{key}={values[name]}": f"--{name} {getattr(self, name)}" for name, key in KEYS.items() if values[name] is not None}
+        return {
+            f"{key}={values[name]}": f"--{name.replace('_', '-')} {getattr(self, name)}"
+            for name, key in KEYS.items()
+            if values[name] is not None
+        }
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from drumline.core.urls import is_url
 from drumline.data import prepare as data_prepare
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples
-from drumline.errors import CheckpointError, EnvironmentFault, ModelError
+from drumline.errors import CheckpointError, EnvironmentFault, ModelError, PlanError
 from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import Machine, detect, free_bytes
 from drumline.launchers import lease
@@ -37,7 +37,9 @@ from drumline.models.vision import vision_of
 from drumline.parallel.transforms import batch_norms
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
+from drumline.planner.faults import MTBF_HOURS, campaign
 from drumline.planner.question import Found, assemble, find_model, roles_of
+from drumline.planner.search.answer import Candidate
 from drumline.planner.search.auto import choose
 from drumline.report.bars import OnProgress, notes
 from drumline.rl import rewards
@@ -99,7 +101,20 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         plan.config.strategy.require(plan, on_progress)
     cluster, _ = cluster_here(config, machine, plan.device, plan.mesh.world_size * plan.devices_per_rank)
     why = [*why, *network.why(os.environ, config.launch.timeout_seconds, config.launch.interface)]
-    return predict(plan.model_copy(update={"why": [*why, *plan.why]}), question.facts, cluster)
+    plan = predict(plan.model_copy(update={"why": [*why, *plan.why]}), question.facts, cluster)
+    return _with_saves(plan, cluster) if config.checkpoint.every == "auto" else plan
+
+
+def _with_saves(plan: Plan, cluster: Cluster) -> Plan:
+    """The plan with the number that checkpoint.every: auto stands for."""
+    assert plan.predicted.estimate is not None
+    best = campaign(Candidate("", plan, plan.predicted.estimate), cluster, plan.predicted.trainable or 0)
+    checkpoint = plan.config.checkpoint.model_copy(update={"every": best.every})
+    line = (
+        f"checkpoint.every auto: {best.every} steps, {best.every * best.step:.3g} s at {best.step:.3g} s a step; with a fault of a device"
+        f" in {cluster.mtbf_hours or MTBF_HOURS:,.0f} hours, {best.goodput():.1%} of the time is training"
+    )
+    return plan.model_copy(update={"config": plan.config.model_copy(update={"checkpoint": checkpoint}), "why": [line, *plan.why]})
 
 
 def find_roles(config: Config, policy: Found, on_progress: OnProgress) -> dict[str, RolePlan]:
@@ -150,6 +165,9 @@ def _require_runs(plan: Plan, hf_config: Any) -> None:
 def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
     """The same for a module of the user's own, of which only it itself knows what it computes: nothing is predicted."""
     config, base = request.loaded.config, request.loaded.base_dir.absolute()
+    if config.checkpoint.every == "auto":
+        what = "auto follows from the seconds of a step, which are not predicted for a module of your own"
+        raise PlanError(what, where="checkpoint.every", fix="give a number of steps")
     find_builder(config.model, base)
     config.algorithm.build_in(base)
     samples, held_out = read_samples(config.data.train, base), len(read_samples(config.data.eval, base)) if config.data.eval else 0

@@ -38,7 +38,7 @@ SMALL = "model.shape={layers: 2, hidden: 256, heads: 4, vocabulary: 1024}"
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 120, 240])
 def test_the_table_fits_the_terminal_and_cuts_no_word(run: Run, columns: int) -> None:
-    code, out, _ = run("plan", *LORA, "--price", "0.4", columns=columns)
+    code, out, _ = run("plan", *LORA, "--price", "0.4", "--all", columns=columns)
     assert code == 0
     shown, _, acted_on = out.partition("To train by")
     assert max(map(len, shown.splitlines())) <= columns and "…" not in shown
@@ -51,9 +51,27 @@ def test_the_table_fits_the_terminal_and_cuts_no_word(run: Run, columns: int) ->
 
 @pytest.mark.slow
 def test_top(run: Run) -> None:
-    _, out, _ = run("plan", *LORA, "--top", 2)
-    assert re.search(r"^2 ", out, re.M) and not re.search(r"^3 ", out, re.M)
-    assert re.search(r"^\d+ more: --top \d+$", out, re.M)
+    for flags in ([], ["--all"]):
+        _, out, _ = run("plan", *LORA, "--top", 2, *flags)
+        assert re.search(r"^2 ", out, re.M) and not re.search(r"^3 ", out, re.M)
+        assert re.search(r"^\d+ more(: --top \d+$|, memory)", out, re.M)
+
+
+def test_what_one_asks_next_stands_on_a_screen(run: Run, tmp_path: Path) -> None:
+    """Full, LoRA and QLoRA with their cost and longest row, the best plans and the YAML, in 80 columns and 40 lines; the same whichever of
+    the three is planned for."""
+    screens = []
+    for adapter in ("none", "lora", "qlora"):
+        code, out, _ = run("plan", *EIGHT_B, "--adapter", adapter, "--price", "0.4", columns=80)
+        lines = out.splitlines()
+        assert code == 0 and len(lines) <= 44 and max(map(len, lines)) <= 80 and "…" not in out and "Out:" not in out
+        screens.append([line.split() for line in lines if re.match(r"(full|LoRA|QLoRA) ", line)])
+        assert [row[0] for row in screens[-1]] == ["full", "LoRA", "QLoRA"] and "micro_batch:" in out
+    assert screens[0] == screens[1] == screens[2]
+    made = json.loads(run("plan", *EIGHT_B, "--price", "0.4", "--json")[1])["adapters"]
+    assert [f"{each['max_length']:,}" for each in made] == [row[-1] for row in screens[0]]
+    most = json.loads(run("plan", *EIGHT_B, "--max-seq", "--json")[1])["max_length"]
+    assert made[0]["max_length"] == most[0]["number"]
 
 
 @pytest.mark.slow
@@ -198,7 +216,7 @@ def test_explain_counts_gradients_that_are_there_and_models_that_are_held(run: R
     there = float(re.search(r"; (\S+) of them are there at the peak", out)[1])  # type: ignore[index]
     parts = sum(amount[name] for name in names if name not in ("gradients", "peak"))
     assert there < amount["gradients"] and parts + there == pytest.approx(amount["peak"], abs=0.05)
-    assert "grads: all, some of which come after it" in run("plan", *flags)[1]
+    assert "grads: all, some of which come after it" in run("plan", *flags, "--all")[1]
     ppo = ["algorithm={kind: ppo, value: head, rewards: [{kind: length, free: 32, limit: 64}]}", "strategy=fsdp2"]
     _, out, _ = run("plan", "--model", "llama-3.1-8b", "--cluster", "8xh100-80g", *ppo, "--explain", "1")
     assert "0.38 bytes for each of 16.06B parameters" in out and "reference 8.03B" in out

@@ -149,7 +149,7 @@ def make_elastic(spec: SSHLauncher, plan: Plan, plan_path: Path, hosts: ElasticH
     hosts.size = lambda name: spec.count(by_place[name], len(machine_of(hosts.remotes[name].facts).devices))
     hosts.require, hosts.resize = require, resize
     hosts.run |= {"run_dir": plan.run_dir, "plan": str(plan_path), "token": lease.token_of(Path(plan.run_dir))}
-    hosts.joins_at = Save if plan.config.checkpoint.every else Step
+    hosts.joins_at = Save if plan.config.checkpoint.steps else Step
 
 
 def _addresses(spec: SSHLauncher, place: str) -> list[str]:

@@ -18,7 +18,7 @@ from drumline.core.registry import kinds_alone
 from drumline.core.yaml_lines import write_yaml
 from drumline.hardware.catalog import DEVICES, LINKS
 from drumline.hardware.cluster import DeviceSpec, Link
-from drumline.planner.search.advice import Change
+from drumline.planner.search.advice import Adapted, Change
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
 from drumline.planner.search.auto import disagreements, with_little_room
 
@@ -125,7 +125,7 @@ def overrides(config: Config, candidate: Candidate) -> list[str]:
     return made
 
 
-def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Change] = ()) -> dict[str, Any]:
+def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Change] = (), adapted: Sequence[Adapted] = ()) -> dict[str, Any]:
     """The answer in bytes, seconds, tokens and FLOPs, never scaled. `changes`: what would make it fit, where nothing does."""
     question, facts, cluster = answer.question, answer.question.facts, answer.question.cluster
     return {
@@ -162,6 +162,14 @@ def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Chang
             {"name": r.name, "reason": r.reason, "best": candidate(question, r.best, tokens) if r.best else None} for r in answer.refused
         ],
         "tight": candidate(question, answer.tight, tokens) if answer.tight and not answer.probes else None,
+        "adapters": [
+            {
+                "adapter": each.name.lower(),
+                "best": candidate(question, each.best, tokens) if each.best else None,
+                "max_length": each.longest.number if each.longest else None,
+            }
+            for each in adapted
+        ],
         "looked_at": answer.looked_at,
         "guides": [{"guide": d.heuristic, "says": d.says, "reason": d.reason} for d in disagreements(answer)],
         "changes": [{"what": c.what, "candidate": candidate(question, c.found, tokens)} for c in changes],

@@ -15,32 +15,34 @@ from rich.table import Table
 from rich.text import Text
 
 from drumline.core.cluster import MOST_NODES
-from drumline.core.config import LoRAConfig
 from drumline.core.estimate import HostMemory, Memory
 from drumline.core.explain import count
 from drumline.errors import PlanError, UserError
 from drumline.hardware.catalog import DEVICES, GIGA, LINKS, TERA
 from drumline.planner.report.output import VERSION, candidate, overrides
-from drumline.planner.search.advice import Change, max_batch, max_length, what_if, with_adapter
+from drumline.planner.search.advice import Adapted, Change, max_batch, max_length, what_if
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
 from drumline.planner.search.auto import disagreements, with_little_room
-from drumline.planner.search.search import search
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 SECONDS = ("compute", "communication", "bubble", "optimizer", "offload", "rollout")
 SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}  # so that all categories stand in 80 columns
 VERDICTS = {"fits": "green", "tight": "yellow", "no": "red"}
 # Heads of columns of text; the others hold numbers.
-TEXT_COLUMNS = ("strategy", "verdict", "mesh", "checkpointing", "change", "then", "device", "link", "usual link", "to host")
+TEXT_COLUMNS = ("", "strategy", "verdict", "mesh", "checkpointing", "change", "then", "device", "link", "usual link", "to host")
 Kind = Literal["max_length", "max_batch"]
 SHOWN = ("verdict", "needs\nGB", "tokens/s")
 
 Columns = dict[str, Sequence[str | Text]]  # head → one cell a row
 
 
-def show(answer: Answer, console: Console, changes: Sequence[Change], *, top: int, tokens: float | None = None) -> None:
-    """The question, the ranked plans, the families that are out, heuristics that disagree, what would fit (`changes`), and remarks."""
+def show(
+    answer: Answer, console: Console, changes: Sequence[Change], adapted: Sequence[Adapted], *, top: int, tokens: float | None = None
+) -> None:
+    """All of an answer: the question, full, LoRA and QLoRA, the ranked plans, the families that are out, heuristics that disagree, what
+    would fit (`changes`), and remarks."""
     show_headline(answer.question, console)
+    show_adapted(adapted, console, tokens)
     ranked = answer.ranked[:top]
     for table in tables(answer.question, ranked, console, tokens) if ranked else ():
         if table.title:  # not by the table, which would wrap it to its own width
@@ -61,13 +63,52 @@ def show(answer: Answer, console: Console, changes: Sequence[Change], *, top: in
         console.print(out)
         console.print()
     show_heuristics(answer, console)
+    show_changes(changes, console)
+    if answer.ranked:
+        _show_remarks(answer, console)
+
+
+def show_short(answer: Answer, console: Console, adapted: Sequence[Adapted], *, top: int, tokens: float | None = None) -> None:
+    """A screen of an answer: the question, full, LoRA and QLoRA, the first few plans, and remarks."""
+    show_headline(answer.question, console)
+    show_adapted(adapted, console, tokens)
+    names: Columns = {"#": [str(1 + number) for number in range(len(answer.ranked[:top]))]}
+    names["strategy"] = [c.name for c in answer.ranked[:top]]
+    main, *_, (_, layout), _, _, _ = (group for group in _groups(answer.question, answer.ranked[:top], tokens))
+    both = names | main[1] | {head: column for head, column in layout.items() if head != "mesh"}
+    console.print(table if _fits(table := _table(both), console) else _table(names | main[1]))
+    more = f"{rest} more, " if (rest := len(answer.ranked) - top) > 0 else ""
+    console.print(f"{more}memory and seconds by category, what is out and why: --all\n", style="dim")
+    _show_remarks(answer, console)
+
+
+def show_adapted(adapted: Sequence[Adapted], console: Console, tokens: float | None) -> None:
+    """The best of full, LoRA and QLoRA: memory, speed, the time and cost of the run (or of a billion tokens), and the longest row."""
+    best = [(each, each.best) for each in adapted if each.best]
+    if not best:
+        return
+    known = any(c.hours(tokens) is not None for _, c in best)
+    length, unit = (tokens, "") if known else (1e9, " /\n1B tokens")
+    price = adapted[0].answer.question.cluster.price_per_device_hour
+    columns: Columns = {"": [each.name for each, _ in best], "strategy": [c.name for _, c in best]}
+    cells = [main_cells(c) for _, c in best]
+    columns |= {head: [Text(row[head], style=VERDICTS.get(row[head], "")) for row in cells] for head in SHOWN}
+    fits = [bool(each.answer.ranked) for each, _ in best]
+    columns[f"hours{unit}"] = [number(c.hours(length)) if fit else "–" for fit, (_, c) in zip(fits, best, strict=True)]
+    if price is not None:
+        columns[f"cost{unit}"] = [number(c.cost(price, length)) if fit else "–" for fit, (_, c) in zip(fits, best, strict=True)]
+    columns["longest\nrow"] = [f"{each.longest.number:,}" if each.longest else "–" for each, _ in best]
+    console.print(_table(columns, styles={"": "bold"}))
+    console.print()
+
+
+def show_changes(changes: Sequence[Change], console: Console) -> None:
+    """What would fit, where nothing does."""
     if changes:
         console.print("What would fit:", style="bold")
         rows = [(change.what, change.found.name, f"{change.found.estimate.memory.reserved / GB:.1f}") for change in changes]
         console.print(plain_table(console, ("change", "then", "needs GB"), rows, spare=("needs GB",)))
         console.print()
-    if answer.ranked:
-        _show_remarks(answer, console)
 
 
 def show_headline(question: Question, console: Console) -> None:
@@ -198,7 +239,7 @@ def show_heuristics(answer: Answer, console: Console) -> None:
 
 def _show_remarks(answer: Answer, console: Console) -> None:
     """The tight candidate that is faster than all that fit, and the keys that choose it; that the memory of a host is not set, where that
-    might matter; what adapters would give, where training all weights needs offloading or leaves little room."""
+    might matter."""
     question, first = answer.question, answer.ranked[0]
     if (line := with_little_room(answer)) and answer.tight is not None:
         console.print(f"{line[0].upper()}{line[1:]}. To take it:", markup=False)
@@ -206,15 +247,6 @@ def _show_remarks(answer: Answer, console: Console) -> None:
     if question.cluster.host_memory_bytes is None and (needs := first.estimate.host.most / GB) > 64:
         line = f"A host's memory is not known: the first wants {needs:.0f} GB. cluster.host_memory_gb=… says what there is."
         console.print(f"{line}\n", markup=False)
-    config = question.config
-    if config.adapter.kind != "none" or config.head != "lm" or not ("offload" in first.name or first.estimate.verdict == "tight"):
-        return
-    adapted = with_adapter(question, LoRAConfig())
-    if adapted is not None and (found := search(adapted)).ranked:
-        best = found.ranked[0].estimate
-        speed = best.tokens_per_s / first.estimate.tokens_per_s
-        text = f"{best.memory.reserved / GB:.1f} GB a device, {best.tokens_per_s:,.0f} tokens/s ({speed:.1f} ×)"
-        console.print(f"With adapter=lora: {found.ranked[0].name}, {text}, {best.host.most / GB:.0f} GB of a host.\n", markup=False)
 
 
 def report_most(question: Question, kind: Kind, console: Console, top: int, as_json: bool) -> None:

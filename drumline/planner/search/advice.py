@@ -49,6 +49,21 @@ class Most:
     found: Candidate
 
 
+@dataclass(frozen=True)
+class Adapted:
+    """One of full, LoRA and QLoRA: its answer, and the longest row that fits; None for images, and where none does."""
+
+    name: str
+    answer: Answer
+    longest: Most | None
+
+    @property
+    def best(self) -> Candidate | None:
+        """The first that fits, else the one that needs least."""
+        near = (refused.best for refused in self.answer.refused if refused.best)
+        return self.answer.ranked[0] if self.answer.ranked else min(near, key=lambda c: c.estimate.memory.reserved, default=None)
+
+
 def nothing_fits(answer: Answer) -> tuple[Change, ...]:
     """The smallest change of each kind after which something fits, in this order: checkpointing, micro-batch, a disk, adapters, a shorter
     row, more devices. Empty where none would help."""
@@ -72,6 +87,31 @@ def max_length(question: Question) -> tuple[Most, ...]:
     """For each family the longest row that fits, in steps of 64 tokens; samples of a step stay as they are. The longest first."""
     end = question.facts.max_positions or LONGEST
     return _by_family(question, lambda family: _most(partial(_of_length, question), family, STEP, end, STEP))
+
+
+def by_adapter(answer: Answer, plain: Question) -> tuple[Adapted, ...]:
+    """The same run with all weights trained, by LoRA and by QLoRA (on a GPU), as far as they can be counted. `plain`: the answer's question
+    without its adapter."""
+    question = answer.question
+    adapter, made = question.config.adapter, dict[str, Question | None](full=plain)
+    for name, quantize in (("LoRA", "none"), ("QLoRA", "4bit")):
+        if isinstance(adapter, LoRAConfig):
+            other = adapter.model_copy(update={"quantize": quantize})
+            made[name] = replace(question, config=question.config.model_copy(update={"adapter": other}))
+        elif question.config.head == "lm":
+            made[name] = with_adapter(question, LoRAConfig(quantize=quantize))
+    if question.cluster.device.kind != "cuda":
+        made.pop("QLoRA", None)
+    own = "full" if not isinstance(adapter, LoRAConfig) else "LoRA" if adapter.quantize == "none" else "QLoRA"
+    each = ((name, answer if name == own else search(other)) for name, other in made.items() if other)
+    return tuple(Adapted(name, found, None if found.question.config.images_alone else _longest(found.question)) for name, found in each)
+
+
+def _longest(question: Question) -> Most | None:
+    """The longest row that fits, by any strategy; first those that cut most, so that few others are looked at closely."""
+    end = question.facts.max_positions or LONGEST
+    cut = sorted(search_space(question), key=lambda strategy: -getattr(strategy, "cp", 1) * getattr(strategy, "tp", 1))
+    return _most(partial(_of_length, question), cut, STEP, end, STEP)
 
 
 def max_batch(question: Question) -> tuple[Most, ...]:
@@ -130,8 +170,12 @@ def _proposals(question: Question) -> Iterator[tuple[str, Question]]:
 
 def with_adapter(question: Question, adapter: LoRAConfig) -> Question | None:
     """The question with this adapter; None where `with_lora` cannot count it."""
-    facts = with_lora(question.facts, adapter)
-    return None if facts is None else replace(question, config=question.config.model_copy(update={"adapter": adapter}), facts=facts)
+    facts, config = with_lora(question.facts, adapter), question.config.model_copy(update={"adapter": adapter})
+    if facts is None:
+        return None
+    roles = config.algorithm.auxiliary_models(config).keys()  # without the adapter the policy is its own reference
+    facts = replace(facts, roles={name: sizes for name, sizes in facts.roles.items() if name in roles})
+    return replace(question, config=config, facts=facts, roles={name: role for name, role in question.roles.items() if name in roles})
 
 
 def _of_length(question: Question, tokens: int) -> Question:

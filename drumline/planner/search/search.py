@@ -106,13 +106,15 @@ def look_at(question: Question, strategy: StrategySpec) -> Candidate | Refused:
 
 
 def fits(question: Question, among: Iterable[StrategySpec] | None = None) -> bool:
-    """Whether any strategy fits, first with most checkpointing and the smallest micro-batch; ends with the first that does."""
+    """Whether any strategy fits, with most checkpointing that the rules allow, the smallest micro-batch first; ends with the first that
+    does. With less checkpointing none needs less."""
     estimates = _Estimates(question)
     for strategy in search_space(estimates.question) if among is None else among:
         for kind in reversed(estimates.checkpointing):
             with suppress(PlanError):
                 if any(candidate.estimate.verdict == "fits" for candidate in estimates.candidates(strategy, kind)):
                     return True
+                break
     return False
 
 
