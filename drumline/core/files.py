@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from drumline.core.process import named, this_process
 
+T = TypeVar("T")
 UNFINISHED = ".tmp-"
 STALE_SECONDS = 24 * 3600.0
 PIECE, PIECES = 2**20, 16  # of a large file so many pieces of a MiB are read, evenly spaced: it may lie on a network
@@ -49,6 +50,18 @@ def write_whole(path: Path, text: str, **how: bool) -> None:
     """The same for a text."""
     with whole_file(path, **how) as file:
         file.write(text.encode())
+
+
+def kept(path: Path, read: Callable[[str], T], make: Callable[[], T], write: Callable[[T], str]) -> T:
+    """What `read` finds in a file; where it raises ValueError, or there is no file, what `make` makes anew, written for the next time by
+    `write` if the disk takes it."""
+    with suppress(OSError, ValueError):
+        return read(path.read_text())
+    made = make()
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, write(made), shared=True)
+    return made
 
 
 def create_whole(path: Path, data: bytes) -> bool:

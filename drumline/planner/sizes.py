@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import metadata
@@ -18,7 +17,7 @@ from pydantic import TypeAdapter
 import drumline
 from drumline.core.config import Adapter
 from drumline.core.facts import ModelFacts, with_length
-from drumline.core.files import write_whole
+from drumline.core.files import kept
 from drumline.core.model import Head, ModelConfig
 from drumline.errors import ModelError
 from drumline.foreign import read_text
@@ -50,20 +49,15 @@ def sizes_of(
     """`models.load.facts` of a model, kept on disk by all that they depend on. `length`: tokens of a row, of images their side. What is
     damaged there, or of other versions, is counted anew. Raises ModelError."""
     key = _key(found, head, [labels, frozen, adapter and adapter.model_dump(mode="json")])
-    stored = cache_dir() / "facts" / f"{key}.json"
-    if key is not None:
-        with suppress(OSError, ValueError):
-            old, kept = _read(stored.read_text())
-            return kept if old == length else with_length(kept, old, length)
-    from drumline.models.classes import with_classes
-    from drumline.models.load import facts
 
-    made = facts(with_classes(found.hf_config, head, tuple(labels)), length, adapter, head, frozen)
-    if key is not None:
-        with suppress(OSError):
-            stored.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(stored, _text(made, length), shared=True)
-    return made
+    def count() -> tuple[int, ModelFacts]:
+        from drumline.models.classes import with_classes
+        from drumline.models.load import facts
+
+        return length, facts(with_classes(found.hf_config, head, tuple(labels)), length, adapter, head, frozen)
+
+    counted_at, sizes = count() if key is None else kept(cache_dir() / "facts" / f"{key}.json", _read, count, _text)
+    return sizes if counted_at == length else with_length(sizes, counted_at, length)
 
 
 def _key(found: Found, head: Head, how: list[Any]) -> str | None:
@@ -91,8 +85,9 @@ def _version(package: str) -> str:
         return ""
 
 
-def _text(facts: ModelFacts, length: int) -> str:
+def _text(sizes: tuple[int, ModelFacts]) -> str:
     """A line with the digest of the rest, and the length, the number of each block's kind, and the sizes with one block of each kind."""
+    length, facts = sizes
     kinds = list(dict.fromkeys(facts.block_weights))
     blocks = [kinds.index(block) for block in facts.block_weights]
     body = json.dumps([length, blocks, _adapter().dump_python(replace(facts, block_weights=tuple(kinds)), mode="json")])

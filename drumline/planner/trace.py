@@ -27,7 +27,7 @@ from drumline.algorithms.base import policy_objective
 from drumline.core.config import CompileConfig, Config, LoRAConfig
 from drumline.core.estimate import Activations
 from drumline.core.facts import ModelFacts
-from drumline.core.files import write_whole
+from drumline.core.files import kept
 from drumline.core.mesh import Mesh
 from drumline.core.plan import DataPlan, Layout, Plan, Predicted
 from drumline.core.process import run_module
@@ -72,16 +72,10 @@ def trace(config: Config, model_path: str | None, layout: Layout, facts: ModelFa
     try:
         question = question_of(config, model_path, layout, facts)
         stored = cache_dir() / "traces" / f"{_key(question)}.json"
-        with contextlib.suppress(OSError, ValueError):
-            return Activations.model_validate_json(stored.read_text())
-        found = _activations(question, layout)
+        return kept(stored, Activations.model_validate_json, lambda: _activations(question, layout), Activations.model_dump_json)
     except (Untraceable, DrumlineError) as reason:
         logger.warning("%s is not traced, its activations are by formula: %s", facts.name, reason)
         return None
-    with contextlib.suppress(OSError):
-        stored.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(stored, found.model_dump_json(), shared=True)
-    return found
 
 
 def question_of(config: Config, model_path: str | None, layout: Layout, facts: ModelFacts) -> dict[str, Any]:
