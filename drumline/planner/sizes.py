@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import metadata
@@ -54,7 +55,7 @@ def sizes_of(
         from drumline.models.classes import with_classes
         from drumline.models.load import facts
 
-        return length, facts(with_classes(found.hf_config, head, tuple(labels)), length, adapter, head, frozen)
+        return length, facts(with_classes(deepcopy(found.hf_config), head, tuple(labels)), length, adapter, head, frozen)
 
     counted_at, sizes = count() if key is None else kept(cache_dir() / "facts" / f"{key}.json", _read, count, _text)
     return sizes if counted_at == length else with_length(sizes, counted_at, length)

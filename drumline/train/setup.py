@@ -30,7 +30,7 @@ from drumline.models import adapters
 from drumline.models import load as models
 from drumline.models.attention import attend_by_documents
 from drumline.models.build import lay_out
-from drumline.models.classes import LM
+from drumline.models.classes import LM, with_classes
 from drumline.models.head import require_next_token
 from drumline.models.own import find_builder, own_build
 from drumline.models.vision import vision_of
@@ -96,7 +96,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     else:
         why = []
     plan = _resolved(request, config, machine, data, facts=question.facts, model_path=policy.path, roles=roles)
-    _require_runs(plan, policy.hf_config)
+    _require_runs(plan)
     if not dry_run:
         plan.config.strategy.require(plan, on_progress)
     cluster, _ = cluster_here(config, machine, plan.device, plan.mesh.world_size * plan.devices_per_rank)
@@ -145,14 +145,14 @@ def require_same_tokens(model: ModelConfig, path: str | None, tokenizer: Any, wh
         raise ModelError(what, where=where, fix="name a model with the same tokenizer")
 
 
-def _require_runs(plan: Plan, hf_config: Any) -> None:
+def _require_runs(plan: Plan) -> None:
     """Raises PlanError and ModelError for what shows where the models run alone (rules of phase rank): tried here, on small copies."""
     config, own = plan.config, [role for role in plan.roles.values() if role.model != plan.config.model]
-    wanted = [(hf_config, config.head), *((models.load_config(role.model_path, role.model), role.head) for role in own)]
-    for described, head in wanted:
+    wanted = [(plan.model_path, config.model, config.head), *((role.model_path, role.model, role.head) for role in own)]
+    for path, described, head in wanted:
         if head not in LM and plan.engine != "pipeline":
             continue
-        model = models.on_meta(described, head)
+        model = models.on_meta(with_classes(models.load_config(path, described), head, plan.labels), head)
         if head in LM:
             attend_by_documents(model, plan)
             require_next_token(model, "cpu", config.packs)

@@ -13,11 +13,14 @@ import transformers
 
 from drumline.core.config import LoRAConfig
 from drumline.core.facts import ModelFacts
+from drumline.core.load import load
 from drumline.core.model import ModelConfig
 from drumline.models import shapes
 from drumline.models.load import facts, load_config
 from drumline.planner.sizes import Found, sizes_of
-from tests.harness import ROOT
+from drumline.train.setup import Request, make_plan
+from tests.harness import ROOT, write_config
+from tests.tiny import tiny_model_dir
 
 SMALL = {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
 SECOND = """
@@ -87,3 +90,11 @@ def test_known_shapes_of_images_alone() -> None:
 
     kinds = {known.values["model_type"] for known in shapes.KNOWN.values()}
     assert {kind for kind in kinds if of_images(kind)} == set(shapes.OF_IMAGES)
+
+
+def test_a_second_plan_of_a_reward_model_in_a_pipeline_is_the_first(kept: Path, tmp_path: Path) -> None:
+    """What is tried before a rank starts has one score, whether or not the sizes were counted in this process."""
+    model = tiny_model_dir(tmp_path / "tiny", layers=4)
+    path = write_config(tmp_path, model, algorithm={"kind": "reward"}, strategy="pp")
+    first, second = (make_plan(Request(load(path, []), world_size=2), on_progress=lambda *_: None) for _ in range(2))
+    assert any(kept.iterdir()) and first.predicted == second.predicted
