@@ -17,7 +17,19 @@ from drumline.core.launcher import Launcher, LauncherSpec
 from drumline.core.model import Head, ModelConfig
 from drumline.core.optimizer import OptimizerConfig
 from drumline.core.registry import Named, find, make
-from drumline.core.section import KIND_ALONE, MOST_SAMPLES, MOST_SEED, MOST_STEPS, Count, PathText, Rate, Seconds, Section, Steps
+from drumline.core.section import (
+    KIND_ALONE,
+    MOST_RANKS,
+    MOST_SAMPLES,
+    MOST_SEED,
+    MOST_STEPS,
+    Count,
+    PathText,
+    Rate,
+    Seconds,
+    Section,
+    Steps,
+)
 from drumline.core.strategy import Strategy, StrategySpec
 from drumline.core.urls import LocalPath, UrlText
 
@@ -238,7 +250,7 @@ class ProfileConfig(Section):
 
     at: Steps = Field(10, description="The first step of the trace. The first few are also those that a run measures itself in.")
     steps: int = Field(3, gt=0, le=1000, description="Steps in the trace, whose size grows with them.")
-    ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field((0,), description="Ranks that write one.")
+    ranks: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] = Field((0,), description="Ranks that write one.")
 
 
 class RunConfig(Section):
