@@ -318,7 +318,7 @@ cli_runs.add(app)
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command. A DrumlineError becomes one line on stderr and an exit code; so does a signal while there is nothing to lose."""
-    from drumline.core.signals import NOTHING_LOST, Interrupted, Stoppable
+    from drumline.core.signals import LEFT, NOTHING_LOST, Interrupted, Stoppable
     from drumline.launchers.environment import expandable_segments, first_rank, other_rank_runs
     from drumline.launchers.tasks import join_tasks
 
@@ -340,7 +340,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"stopped: {stop} — start it again", file=sys.stderr)
         raise SystemExit(NOTHING_LOST) from None
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        raise SystemExit(LEFT) from None
     except Exception as error:  # noqa: BLE001 - a bug: one line for the user, the traceback in a file
         raise SystemExit(_report_bug(error)) from None
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any, Self
 
+LEFT = 130  # the exit code after Ctrl-C, as shells have it
 NOTHING_LOST = 75  # the exit code after a signal, as of errors.Preempted
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.core.redact import redact
-from drumline.core.signals import LauncherSignals
+from drumline.core.signals import LEFT, LauncherSignals
 from drumline.errors import DrumlineError, UserError
 from drumline.foreign import read_object
 from drumline.launchers import lease
@@ -21,7 +21,6 @@ from drumline.telemetry.events import Emit, Event, Fault, RunEnd, Step, last, la
 LOOK_SECONDS = 0.5
 STOP_SECONDS = 30.0  # between two lines while a run saves
 TAKEOVER_SECONDS = 60.0  # for another host to follow a launcher that died, where hosts come and go
-LEFT = 130  # the exit code after Ctrl-C
 ATTEMPT = re.compile(r"attempt-(\d{1,9})")
 
 

@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from drumline.core.redact import redact
-from drumline.core.signals import LauncherSignals
+from drumline.core.signals import LEFT, LauncherSignals
 from drumline.errors import Preempted
 from drumline.launchers.kubernetes.cluster import GONE, Cluster, Refused, Unreachable
 
 LOOK_SECONDS = 2.0
 PATIENCE_SECONDS = 600.0  # for an API server that does not answer; the run goes on meanwhile
 LOG_SECONDS = 10.0  # for the rest of a log, after the end
-LEFT = 130  # the exit code after Ctrl-C, as shells have it
 INDEX = "batch.kubernetes.io/job-completion-index"
 # What a container waits for that does not come by itself.
 STUCK = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError", "CreateContainerError", "RunContainerError")

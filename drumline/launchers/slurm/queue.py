@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from drumline.core.files import write_whole
 from drumline.core.process import run_command
-from drumline.core.signals import LauncherSignals
+from drumline.core.signals import LEFT, LauncherSignals
 from drumline.errors import EnvironmentFault
 from drumline.foreign import first_line
 from drumline.launchers.slurm.script import SCRIPT, script
@@ -26,7 +26,6 @@ LOOK_SECONDS, QUEUE_SECONDS = 0.5, 10.0  # between two looks into the run folder
 ANSWER_SECONDS = 60.0
 WAITS = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 THERE = {*WAITS, "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"}
-DETACHED = 130  # the exit code after Ctrl-C, as shells have it
 
 
 def ask(*command: str) -> str:
@@ -130,7 +129,7 @@ def follow(run_dir: Path, job: str, on_event: Emit, offset: int | None = None) -
                     return _exit_code(run_dir, job, state)
             time.sleep(2 * LOOK_SECONDS if ended else LOOK_SECONDS)
     print(f"job {job} goes on: drumline follow {run_dir} shows it, drumline stop {run_dir} stops it", file=sys.stderr)
-    return DETACHED
+    return LEFT
 
 
 def _state(job: str, before: str) -> tuple[str, str]:
