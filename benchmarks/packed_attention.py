@@ -35,40 +35,16 @@ def main() -> None:
 
 
 def compare(name: str, length: int, documents: int, pairs: int) -> dict[str, Any]:
-    import numpy as np
     import torch
 
     from drumline.algorithms.tokens.objective import NextToken
     from drumline.core.attention import as_before
-    from drumline.core.config import Config
-    from drumline.core.mesh import Mesh
-    from drumline.core.model import ModelConfig
-    from drumline.core.plan import BatchPlan, Layout
-    from drumline.data.batches import collate
-    from drumline.models.attention import attend_by_documents
-    from drumline.models.build import build_model
-    from drumline.models.files import resolve
     from drumline.models.head import ForwardWithObjective
     from drumline.telemetry.memory_tracker import LiveBytes
 
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"
-    source = ModelConfig(id=None, config=TINY) if name == "tiny" else ModelConfig(id=name)
-    path = None if name == "tiny" else resolve(source, lambda *_: None)
-    model = build_model(path, source, 0, device)
-    data = {"train": [{"kind": "file", "path": "-"}]}
-    config = Config.model_validate({"model": source.model_dump() | {"attention": "documents"}, "algorithm": "pretrain", "data": data})
-    batch_plan = BatchPlan(global_samples=1, micro_batch=1, accumulation=1, eval_micro_batch=1)
-    precision: Any = "bf16" if device == "cuda" else "fp32"
-    layout = Layout(config=config, mesh=Mesh(), engine="native", device=device, precision=precision, batch=batch_plan)
-    attend_by_documents(model, layout)
-    ours, vocabulary = model.config._attn_implementation, model.config.get_text_config().vocab_size
-    draw = np.random.default_rng(0)
-    sizes: list[int] = []
-    while (room := length - sum(sizes)) > 0:
-        sizes.append(min(room, int(draw.integers(documents // 2, documents * 3 // 2))))
-
-    rows = [[(draw.integers(3, vocabulary, size, dtype=np.uint32), np.ones(size, np.uint8)) for size in sizes]]
-    packed = collate(rows, 0, length).to(device)
+    model = by_documents(name, device)
+    sizes, packed = packed_row(model, length, documents, device)
     module, objective = ForwardWithObjective(model), NextToken(chunk=256, answers=False).objective
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
@@ -100,8 +76,43 @@ def compare(name: str, length: int, documents: int, pairs: int) -> dict[str, Any
             seconds[form].append(forms[form]())
     speed_up = statistics.median(a / b for a, b in zip(seconds["masked"], seconds["documents"], strict=True))
     rates = {form: round(length / statistics.median(taken), 1) for form, taken in seconds.items()}
-    sizes_of = {"documents": len(sizes), "attention": ours}
-    return {"packed": sizes_of, "speed_up": speed_up, "tokens_per_s": rates, "peak_bytes": peaks, "seconds": seconds}
+    made = {"documents": len(sizes), "attention": model.config._attn_implementation}
+    return {"packed": made, "speed_up": speed_up, "tokens_per_s": rates, "peak_bytes": peaks, "seconds": seconds}
+
+
+def by_documents(name: str, device: Any) -> Any:
+    """A model that computes attention document by document."""
+    from drumline.core.config import Config
+    from drumline.core.mesh import Mesh
+    from drumline.core.model import ModelConfig
+    from drumline.core.plan import BatchPlan, Layout
+    from drumline.models.attention import attend_by_documents
+    from drumline.models.build import build_model
+    from drumline.models.files import resolve
+
+    source = ModelConfig(id=None, config=TINY) if name == "tiny" else ModelConfig(id=name)
+    model = build_model(None if name == "tiny" else resolve(source, lambda *_: None), source, 0, device)
+    data = {"train": [{"kind": "file", "path": "-"}]}
+    config = Config.model_validate({"model": source.model_dump() | {"attention": "documents"}, "algorithm": "pretrain", "data": data})
+    batch_plan = BatchPlan(global_samples=1, micro_batch=1, accumulation=1, eval_micro_batch=1)
+    precision: Any = "bf16" if device == "cuda" else "fp32"
+    attend_by_documents(model, Layout(config=config, mesh=Mesh(), engine="native", device=device, precision=precision, batch=batch_plan))
+    return model
+
+
+def packed_row(model: Any, length: int, documents: int, device: Any) -> tuple[list[int], Any]:
+    """The lengths of the documents of a row of `length` tokens, half to one and a half times `documents` each, and the batch of it."""
+    import numpy as np
+
+    from drumline.data.batches import collate
+
+    draw = np.random.default_rng(0)
+    sizes: list[int] = []
+    while (room := length - sum(sizes)) > 0:
+        sizes.append(min(room, int(draw.integers(documents // 2, documents * 3 // 2))))
+    vocabulary = model.config.get_text_config().vocab_size
+    rows = [[(draw.integers(3, vocabulary, size, dtype=np.uint32), np.ones(size, np.uint8)) for size in sizes]]
+    return sizes, collate(rows, 0, length).to(device)
 
 
 if __name__ == "__main__":

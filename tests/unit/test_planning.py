@@ -32,54 +32,6 @@ TOO_LARGE = ["--model", "llama-2-13b", "--cluster", "1xt4", "--length", "4096"]
 SMALL = "model.shape={layers: 2, hidden: 256, heads: 4, vocabulary: 1024}"
 
 
-# ------------------------------------------------------------------------------------------------------------- the table
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [80, 120, 240])
-def test_the_table_fits_the_terminal_and_cuts_no_word(run: Run, columns: int) -> None:
-    code, out, _ = run("plan", *LORA, "--price", "0.4", "--all", columns=columns)
-    assert code == 0
-    shown, _, acted_on = out.partition("To train by")
-    assert max(map(len, shown.splitlines())) <= columns and "…" not in shown
-    for word in ("verdict", "needs", "tokens/s", "MFU", "mesh", "checkpointing", "params", "grads", "optim", "activations", "logits"):
-        assert re.search(rf"\b{word}\b", shown), word
-    for word in ("buffers", "overhead", "load", "train", "save", "compute", "sent", "1B tokens", "cost", "Out:"):
-        assert word in shown, word
-    assert "id: meta-llama/Llama-3.1-8B" in acted_on and "strategy:" in acted_on and "micro_batch:" in acted_on
-
-
-@pytest.mark.slow
-def test_top(run: Run) -> None:
-    for flags in ([], ["--all"]):
-        _, out, _ = run("plan", *LORA, "--top", 2, *flags)
-        assert re.search(r"^2 ", out, re.M) and not re.search(r"^3 ", out, re.M)
-        assert re.search(r"^\d+ more(: --top \d+$|, memory)", out, re.M)
-
-
-def test_what_one_asks_next_stands_on_a_screen(run: Run, tmp_path: Path) -> None:
-    """Full, LoRA and QLoRA with their cost and longest row, the best plans and the YAML, in 80 columns and 48 lines; the same whichever of
-    the three is planned for."""
-    screens = []
-    for adapter in ("none", "lora", "qlora"):
-        code, out, _ = run("plan", *EIGHT_B, "--adapter", adapter, "--price", "0.4", columns=80)
-        lines = out.splitlines()
-        assert (
-            code == 0
-            and len(lines) <= 48
-            and max(map(len, lines)) <= 80
-            and "…" not in out.replace("memory_gb=…", "")
-            and "Out:" not in out
-        )
-        screens.append([line.split() for line in lines if re.match(r"(full|LoRA|QLoRA) ", line)])
-        assert [row[0] for row in screens[-1]] == ["full", "LoRA", "QLoRA"] and "micro_batch:" in out
-    assert screens[0] == screens[1] == screens[2]
-    made = json.loads(run("plan", *EIGHT_B, "--price", "0.4", "--json")[1])["adapters"]
-    assert [f"{each['max_length']:,}" for each in made] == [row[-1] for row in screens[0]]
-    most = json.loads(run("plan", *EIGHT_B, "--max-seq", "--json")[1])["max_length"]
-    assert made[0]["max_length"] == most[0]["number"]
-
-
 @pytest.mark.slow
 def test_hours_and_cost_of_a_run(run: Run) -> None:
     _, out, _ = run("plan", *LORA, "--price", "0.5", "--tokens", "1e8", "--json")
