@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from drumline.core.redact import redact
 
-HANDED_ON = ("NCCL_", "GLOO_", "TORCH_NCCL_")
+HANDED_ON = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS")
 CHOOSE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 ANY_PORT = 9  # for a look at the route to a host: nothing is sent there
 MOST_SHOWN = 60  # characters of a variable's value
@@ -74,12 +74,12 @@ def _interfaces() -> dict[str, list[str]]:
 
 
 def handed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """The user's variables for gloo and NCCL, which all ranks get."""
+    """The user's variables for gloo, NCCL and the threads of a rank, which all ranks get."""
     return {name: value for name, value in sorted(environment.items()) if name.startswith(HANDED_ON)}
 
 
 def why(environment: Mapping[str, str], timeout_seconds: float, interface: str | None) -> list[str]:
-    """Lines for the plan: the user's variables for gloo and NCCL, and those that contradict it."""
+    """Lines for the plan: what is handed on, and what of it contradicts the plan."""
     theirs = handed_on(environment)
     shown = " ".join(f"{name}={value[:MOST_SHOWN]}" for name, value in theirs.items())
     lines = [f"environment {redact(shown)}: handed on to all ranks"] if theirs else []

@@ -95,8 +95,9 @@ def _running(board: heartbeat.Board, world_size: int, known: dict[int, ProcessId
 def _end(post: Post, hang: Hang, running: Mapping[int, int]) -> None:
     error, rank, run_dir = hang.error(), hang.of.rank, Path(post.run_dir)
     logs = Path(post.logs) if post.logs else run_dir / "logs" / f"attempt-{next_attempt(run_dir)}"
-    kill = threading.Timer(KILL_SECONDS, _kill, [[running[rank]] if post.logs else list(running.values())])
-    kill.start()
+    victims = [running[rank]] if post.logs else list(running.values())
+    late = threading.Timer(KILL_SECONDS, _kill, [victims])
+    late.start()
     if post.logs:
         write_whole(logs / f"rank-{rank}.json", json.dumps({"message": {"drumline": {**error, "host": post.host}}}))
     else:
@@ -104,7 +105,8 @@ def _end(post: Post, hang: Hang, running: Mapping[int, int]) -> None:
         end = RankEnd(rank, 1, error, logs / f"rank-{rank}.log", killed=True, at=error["time"], host=post.host)
         attempt, reason = int(logs.name.removeprefix("attempt-")), f"its ranks are killed, and {post.program} decides about another start"
         report_failure(end, [end], attempt, max(furthest_step(run_dir), 0), reason, "", run_dir / "events.jsonl", None)
-    kill.join()
+    late.cancel()
+    _kill(victims)  # at once: ranks of other hosts that wait for these would report an error of their own
 
 
 def _kill(pids: list[int]) -> None:

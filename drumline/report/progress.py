@@ -232,8 +232,9 @@ class Progress:
         run_dir = self._run_dir()
         spent, run = self.end.goodput, shlex.quote(run_dir)
         productive = f", {spent['productive'] / spent['elapsed']:.0%} of it in training steps" if spent.get("productive") else ""
-        restarts = f", after {self.restarts} restart" + "s" * (self.restarts > 1) if self.restarts else ""
-        lines = ["", f"finished {self.end.step} steps in {duration(spent.get('elapsed', 0))}{productive}{restarts}"]
+        # A rank knows the seconds of its own start alone.
+        restarts = f"after {self.restarts} restart{'s' * (self.restarts > 1)}; since the last one " if self.restarts else "in "
+        lines = ["", f"finished {self.end.step} steps {restarts}{duration(spent.get('elapsed', 0))}{productive}"]
         losses = list(self.losses.values())
         if len(losses) >= 2 * MEAN_STEPS:
             first, last = _mean(losses[:MEAN_STEPS]), _mean(losses[-MEAN_STEPS:])

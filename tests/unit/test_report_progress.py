@@ -84,7 +84,7 @@ def test_a_fault_is_shown_until_steps_come_again() -> None:
     see(progress, step(3, 2.5))
     assert "SIGKILL" not in picture(progress)
     see(progress, END)
-    assert "finished 40 steps in 0:10, 90% of it in training steps, after 1 restart" in progress.summary()
+    assert "finished 40 steps after 1 restart; since the last one 0:10, 90% of it in training steps" in progress.summary()
 
 
 def test_plan_restore_and_damage_are_told_once() -> None:
