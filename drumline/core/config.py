@@ -250,7 +250,7 @@ class ProfileConfig(Section):
 
     at: Steps = Field(10, description="The first step of the trace. The first few are also those that a run measures itself in.")
     steps: int = Field(3, gt=0, le=1000, description="Steps in the trace, whose size grows with them.")
-    ranks: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] = Field((0,), description="Ranks that write one.")
+    ranks: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] = Field((0,), min_length=1, description="Ranks that write one.")
 
 
 class RunConfig(Section):

@@ -192,7 +192,16 @@ def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
 def _resolved(request: Request, config: Config, machine: Machine, data: DataPlan | None, **model: Any) -> Plan:
     loaded = request.loaded
     run_dir, base_dir = config.run.dir or default_run_dir(loaded.path), str(loaded.base_dir.absolute())
-    return resolve(config, run_dir=run_dir, machine=machine, world_size=request.world_size, data=data, base_dir=base_dir, **model)
+    plan = resolve(config, run_dir=run_dir, machine=machine, world_size=request.world_size, data=data, base_dir=base_dir, **model)
+    if (wanted := config.run.profile) is not None:
+        ranks, last = plan.mesh.world_size, plan.steps
+        if (rank := max(wanted.ranks)) >= ranks:
+            fix = f"name ranks from 0 to {ranks - 1}" if ranks > 1 else "leave it out"
+            raise PlanError(f"there is no rank {rank}: the run has {ranks}", where="run.profile.ranks", fix=fix)
+        if last is not None and wanted.at > last:
+            what = f"the trace begins at step {wanted.at}, and the run has {last} step" + "s" * (last > 1)
+            raise PlanError(what, where="run.profile.at", fix="choose an earlier step")
+    return plan
 
 
 def predict(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,18 @@ def test_rollouts_that_cannot_be(tmp_path: Path, overrides: list[str], line: str
         with pytest.raises(DrumlineError) as refused:
             make_plan(request, on_progress=lambda *_: None, dry_run=dry_run)
         assert refused.value.line().startswith(line) and refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("profile", "line"),
+    [
+        ("{at: 1, ranks: [0, 1]}", "run.profile.ranks: there is no rank 1: the run has 1"),
+        ("{at: 2}", "run.profile.at: the trace begins at step 2, and the run has 1 step"),
+    ],
+)
+def test_a_profile_that_nobody_would_write(tmp_path: Path, profile: str, line: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(line)):
+        make_plan(prompts(tmp_path, [{"prompt": "sing"}], f"run.profile={profile}"), on_progress=lambda *_: None)
 
 
 def test_kinds_that_several_algorithms_have_are_named_once(tmp_path: Path) -> None:
