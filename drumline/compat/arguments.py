@@ -191,13 +191,10 @@ TABLE: dict[str, Rule] = by_word(
         # adapters
         "use_peft use_lora": later("use_peft"),
         "lora_r lora_rank": later("lora_r"),
-        "lora_alpha lora_dropout lora_target_modules load_in_4bit load_in_8bit": later(),
+        "lora_alpha lora_dropout lora_target_modules lora_modules_to_save use_rslora use_dora load_in_4bit load_in_8bit": later(),
         "lora_bias": only("none", why="only the factors are trained", fix="set it to none"),
-        "lora_modules_to_save": only([], why="only the factors are trained", fix="remove it"),
         "lora_target_parameters": only([], why="adapters are on linear layers", fix="name layers in lora_target_modules"),
         "lora_task_type": gone("the algorithm sets it"),
-        "use_rslora": only(why=NEUTRAL, fix="set it to false; lora_alpha × √lora_r has the same scale"),
-        "use_dora": only(why=NEUTRAL, fix="set it to false"),
         "bnb_4bit_quant_type bnb_4bit_use_double_quant use_bnb_nested_quant": gone("QLoRA is NF4 with double quantisation"),
         "bnb_4bit_compute_dtype": gone("the compute type is the precision"),
         # what would change the numbers, and is not done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -280,20 +281,27 @@ def _batch_norm(sheet: Sheet) -> None:
 
 
 def _adapter(sheet: Sheet) -> None:
-    old = pop(sheet, "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "load_in_4bit", "load_in_8bit")
+    keys: dict[str, tuple[str, Callable[[Old], Any]]] = {
+        "lora_r": ("r", whole), "lora_alpha": ("alpha", number), "lora_dropout": ("dropout", number), "use_rslora": ("rslora", flag),
+        "use_dora": ("dora", flag), "lora_modules_to_save": ("modules_to_save", name_list),
+    }  # fmt: skip
+    old = pop(sheet, "use_peft", *keys, "lora_target_modules", "load_in_4bit", "load_in_8bit")
     on = old.pop("use_peft", None)
     if on is not None and not flag(on):
         for each in old.values():
             sheet.note(each, f"without effect: {on.key} is false")
         return
+    for default in ("use_rslora", "use_dora", "lora_modules_to_save"):
+        if default in old and not old[default].value:
+            del old[default]
     bits = [name for name in ("load_in_4bit", "load_in_8bit") if name in old and flag(old[name])]
     if len(bits) > 1:
         raise contradiction(old["load_in_8bit"], old["load_in_4bit"])
-    first_key = on or next((old[name] for name in (*bits, *(n for n in old if n.startswith("lora_")))), None)
+    first_key = on or next((old[name] for name in (*bits, *(n for n in old if n.startswith(("lora_", "use_"))))), None)
     if first_key is None:
         return
     sheet.put("adapter.kind", "lora", first_key)
-    for name, key, convert in (("lora_r", "r", whole), ("lora_alpha", "alpha", number), ("lora_dropout", "dropout", number)):
+    for name, (key, convert) in keys.items():
         if name in old:
             sheet.put(f"adapter.{key}", convert(old[name]), old[name])
     if (targets := old.get("lora_target_modules")) is not None:

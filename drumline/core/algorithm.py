@@ -163,7 +163,7 @@ class ReferencedSpec(AlgorithmSpec):
     def reference_of(self, config: Config) -> ReferenceKind:
         if self.reference != "auto":
             return self.reference
-        return "adapter" if config.adapter.kind == "lora" and self.reference_model is None else "precomputed"
+        return "adapter" if config.adapter.switches and self.reference_model is None else "precomputed"
 
     def auxiliary_models(self, config: Config) -> dict[str, AuxiliaryModel]:
         if self.reference_of(config) == "adapter":

@@ -37,22 +37,60 @@ from drumline.core.urls import LocalPath, UrlText
 class NoAdapter(Section):
     kind: Literal["none"] = "none"
 
+    @property
+    def switches(self) -> bool:
+        """Whether the model without it is the one that training starts from: a reference then costs nothing."""
+        return False
 
-class LoRAConfig(Section):
-    """Low-rank adapters (Hu et al. 2021), by PEFT; the model's own weights are frozen."""
 
-    kind: Literal["lora"] = "lora"
+class LoRAFactors(Section):
+    """One set of low-rank factors."""
+
     r: int = Field(16, gt=0, le=10**5, description="Rank of the two factors.")
     alpha: Rate = Field(32.0, description="The product is scaled by alpha / r.")
+    rslora: bool = Field(False, description="Scale by alpha / √r in place of alpha / r (Kalajdzievski 2023).")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the first factor.")
     targets: Literal["attention", "all-linear"] | list[str] = Field(
         "all-linear",
         description="Linear layers that get an adapter: all of the blocks, those of attention, or the ends of names. Layers of a vision"
         " tower must be named.",
     )
+
+
+class LoRAConfig(LoRAFactors):
+    """Low-rank adapters (Hu et al. 2021), by PEFT; the model's own weights are frozen."""
+
+    kind: Literal["lora"] = "lora"
+    dora: bool = Field(False, description="Also train the length of each row of an adapted weight (DoRA, Liu et al. 2024).")
+    init: Literal["zero", "pissa", "pissa_fast"] = Field(
+        "zero",
+        description="zero: the product starts at zero. pissa: at the largest singular values of the weight, which loses them (Meng et al."
+        " 2024); pissa_fast: those are found by 16 rounds of subspace iteration.",
+    )
     quantize: Literal["none", "4bit", "8bit"] = Field(
         "none", description="QLoRA (Dettmers et al. 2023): the frozen weights in 4 or 8 bits, by bitsandbytes on GPUs."
     )
+    modules_to_save: tuple[str, ...] = Field((), description="Modules that are trained whole, by the ends of their names: lm_head.")
+    trainable_tokens: tuple[Annotated[int, Field(ge=0, le=10**9)], ...] = Field(
+        (), description="Ids of tokens whose rows of the embedding (and of a head tied to it) are trained: new tokens."
+    )
+    more: dict[Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")], LoRAFactors] = Field(
+        default_factory=dict, description="Further adapters by name, trained at once: their products add up. Each is exported by itself."
+    )
+
+    @model_validator(mode="after")
+    def _together(self) -> LoRAConfig:
+        if self.dora and self.more:
+            raise ValueError("dora sets the length of a whole row, to which the products of `more` would be added: take one of them out")
+        if len({*self.trainable_tokens}) < len(self.trainable_tokens):
+            raise ValueError("a token stands twice in trainable_tokens")
+        if {"default", "weight"} & self.more.keys():
+            raise ValueError("no adapter of `more` is called default or weight: PEFT means something else by that")
+        return self
+
+    @property
+    def switches(self) -> bool:
+        return self.init == "zero" and not self.modules_to_save
 
 
 Adapter = Annotated[NoAdapter | LoRAConfig, Field(discriminator="kind"), KIND_ALONE]

@@ -242,7 +242,7 @@ class RolloutSpec(ChunkedSpec):
 
     def auxiliary_models(self, config: Config) -> dict[str, AuxiliaryModel]:
         found, other = dict[str, AuxiliaryModel](), self.kl.reference_model
-        if self.kl.coefficient > 0 and (other is not None or config.adapter.kind != "lora"):
+        if self.kl.coefficient > 0 and (other is not None or not config.adapter.switches):
             found["reference"] = AuxiliaryModel(other or config.model, "algorithm.kl.reference_model")
         judges = [(index, reward.model) for index, reward in enumerate(self.rewards) if isinstance(reward, ModelReward)]
         for number, (index, model) in enumerate(judges, start=1):

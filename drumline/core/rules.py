@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from drumline.core import optimizer
 from drumline.core.batch import nearest
+from drumline.core.config import LoRAConfig
 from drumline.core.copies import copied_over
 from drumline.core.facts import TP_STYLES
 from drumline.core.rollouts import VLLMGenerator
@@ -51,6 +52,20 @@ def _adapters(case: Case) -> Iterator[Refusal]:
     config, has_lora = case.config, case.config.adapter.kind == "lora"
     if config.model.freeze and has_lora:
         yield Refusal("frozen parts × an adapter", "an adapter freezes the whole model", "take model.freeze out", "model.freeze")
+    adapter = config.adapter
+    if isinstance(adapter, LoRAConfig):
+        if adapter.dora and case.mesh.tp > 1:
+            reason = "it takes the length of whole rows of a weight, and a rank has parts of some"
+            yield Refusal("DoRA × tp", reason, "use strategy=fsdp2, or adapter.dora=false", "adapter.dora")
+        if adapter.trainable_tokens and case.mesh.tp * case.mesh.pp > 1:
+            reason = "PEFT lays their rows over a whole embedding and a head tied to it, which are cut, or lie on two stages"
+            yield Refusal("trainable tokens × tp, pp", reason, "use strategy=fsdp2, or modules_to_save", "adapter.trainable_tokens")
+        if adapter.trainable_tokens and case.strategy.data_parallel(case.mesh) == "dp" and case.device == "cuda":
+            reason = "nn.DataParallel makes no copies of a dictionary of parameters, in which PEFT keeps them"
+            yield Refusal("trainable tokens × dp", reason, "use strategy=ddp", "adapter.trainable_tokens")
+        if adapter.init != "zero" and adapter.quantize != "none":
+            reason = "what the factors begin with is taken off a weight, which is packed as it is read"
+            yield Refusal("PiSSA × QLoRA", reason, "use adapter.init=zero", "adapter.init")
     if quantizes(config):
         if not (case.strategy.takes_packed and plain(case.mesh)):
             reason, instead = "packed weights are proven whole on each rank only", "use strategy=ddp, or adapter.quantize=none"
@@ -69,6 +84,10 @@ def _adapters(case: Case) -> Iterator[Refusal]:
         if not has_lora:
             reason, instead = "without an adapter there is none to switch off", "use adapter=lora, or algorithm.reference=precomputed"
             yield Refusal("reference=adapter × no adapter", reason, instead, "algorithm.reference")
+        elif not adapter.switches:
+            reason = "without it the model is not what training starts from: PiSSA and modules_to_save change its weights"
+            instead = "use algorithm.reference=precomputed or live"
+            yield Refusal("reference=adapter × PiSSA, modules_to_save", reason, instead, "algorithm.reference")
         if getattr(config.algorithm, "reference_model", None) is not None:
             reason = "the policy without its adapter is what training starts from, not algorithm.reference_model"
             instead = "use algorithm.reference=precomputed or live"

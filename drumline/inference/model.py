@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from drumline.core.signals import CtrlC
 from drumline.dist.seeds import derive
 from drumline.errors import DataError, EnvironmentFault, ModelError, UserError
 from drumline.foreign import judged, read_object
+from drumline.models.adapters import read_over
 from drumline.models.build import build_model
 from drumline.models.classes import auto_class
 from drumline.models.export import read_checkpoint, read_run
@@ -155,13 +157,11 @@ def _from_folder(source: str, trust_remote_code: bool) -> Model:
     base = read_object(adapter, ModelError).get("base_model_name_or_path")
     if not isinstance(base, str):
         raise ModelError("names no base_model_name_or_path", where=str(adapter), fix="put it in: a folder or hub id")
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise EnvironmentFault("the package peft is missing", where=source, fix="pip install peft") from error
+    if find_spec("peft") is None:
+        raise EnvironmentFault("the package peft is missing", where=source, fix="pip install peft")
     whole = _pretrained(base, model)
     with judged("cannot be laid over its base", source, ModelError, "give a folder that PEFT wrote"):
-        return Model(_placed(PeftModel.from_pretrained(whole, source).merge_and_unload()), tokenizer, f"{source} over {base}")
+        return Model(_placed(read_over(whole, Path(source)).merge_and_unload()), tokenizer, f"{source} over {base}")
 
 
 def _pretrained(source: str, model: ModelConfig) -> Any:

@@ -1,14 +1,17 @@
 """Low-rank adapters (LoRA, Hu et al. 2021) by PEFT, injected into a model in place: its class and its blocks stay the same. An adapted
 layer `q_proj` becomes PEFT's layer of that name with `base_layer` (frozen), `lora_A.default` and `lora_B.default`: y = base(x) + alpha / r
-· B(A(dropout(x))). B starts at zero, so a fresh adapter changes nothing."""
+· B(A(dropout(x))). B starts at zero, so a fresh adapter changes nothing. Nor do DoRA's lengths of rows, PiSSA's factors (what they are is
+taken off the base layer) and rows of tokens: these begin as functions of a whole weight (`begin`), whichever part of it a rank has."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import math
+import re
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +19,20 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from drumline.core.config import Adapter, LoRAConfig
+from drumline.core.config import Adapter, LoRAConfig, LoRAFactors
 from drumline.core.model import ModelConfig
 from drumline.core.registry import nearest
 from drumline.dist.seeds import derive, drawing
 from drumline.errors import EnvironmentFault, ModelError
-from drumline.models.blocks import blocks
+from drumline.models.blocks import blocks, whole_layer
 from drumline.models.scores import extra_heads
 
 NAME = "default"
 A, B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
+TRAINED = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector)\.[^.]+\.weight$|\.trainable_tokens_delta\.[^.]+$")
 WHERE = "adapter.targets"
+FILE = "adapter_model.safetensors"
+ROUNDS = 16  # of subspace iteration for `pissa_fast`
 
 
 def require_trainable(adapter: LoRAConfig, model: ModelConfig) -> None:
@@ -38,14 +44,16 @@ def require_trainable(adapter: LoRAConfig, model: ModelConfig) -> None:
             raise EnvironmentFault(f"the package {package} is missing", where="adapter", fix=f"pip install {package}")
 
 
-def target_names(model: Any, adapter: LoRAConfig) -> list[str]:
-    """Full names of the layers that get an adapter, in the model's order. Raises ModelError if `targets` matches none."""
+def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) -> list[str]:
+    """Full names of the layers that get an adapter, in the model's order, without the parameters in `trained`. Raises ModelError if
+    `targets` matches none."""
     from drumline.vendor.transformers import Conv1D
 
     # Linear layers (also GPT-2's Conv1D) of the blocks; of the whole model but its head if it declares no blocks.
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     inner = {id(module) for block in blocks(model) or [model] for module in block.modules()} - {id(head)}
     linear = {name: module for name, module in model.named_modules() if id(module) in inner and isinstance(module, nn.Linear | Conv1D)}
+    linear = {name: module for name, module in linear.items() if f"{name}.weight" not in trained}
     if not isinstance(adapter.targets, list) and getattr(model.config, "vision_config", None) is not None:
         # As usual for these models the vision tower gets no adapters, unless its layers are named.
         language = {id(module) for module in model.get_decoder().modules()}
@@ -71,33 +79,101 @@ def target_names(model: Any, adapter: LoRAConfig) -> list[str]:
 
 
 def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
-    """Inject adapters into `target_names`, and freeze all else but heads that no language model has (scores, values, classes), which stay
-    fully trainable. The values depend on `seed` alone, not on the number of ranks. A model on the meta device gets adapters there, to be
-    filled with `first_values`."""
+    """Inject adapters into `target_names`, and freeze all else but `modules_to_save` and heads that no language model has (scores, values,
+    classes), which stay fully trainable. The values depend on `seed` and the weights alone, not on the number of ranks. A model on the meta
+    device gets adapters there, to be filled with `first_values` and `begin`."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:  # `require_trainable` checks this for a run, but not for a plan alone
         raise EnvironmentFault("the package peft is missing", where="adapter", fix="pip install peft") from error
 
-    names = target_names(model, adapter)
-    alpha: Any = int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha  # other readers of the file require an integer
-    options = LoraConfig(
-        r=adapter.r,
-        lora_alpha=alpha,
-        lora_dropout=adapter.dropout,
-        target_modules=_short(model, names),
-        fan_in_fan_out=all(type(model.get_submodule(name)).__name__ == "Conv1D" for name in names),
-        task_type="CAUSAL_LM",
-    )
+    trained = _named_below(model, adapter.modules_to_save)
+    wanted = {NAME: adapter, **adapter.more}
+    names = {each: target_names(model, options, trained) for each, options in wanted.items()}
+    _require_rows(model, adapter.trainable_tokens)
+    made = {
+        each: LoraConfig(
+            r=options.r,
+            lora_alpha=_number(options.alpha),
+            use_rslora=options.rslora,
+            use_dora=options is adapter and adapter.dora,
+            lora_dropout=options.dropout,
+            target_modules=_short(model, names[each]),
+            trainable_token_indices=[*adapter.trainable_tokens] or None if options is adapter else None,
+            fan_in_fan_out=all(type(model.get_submodule(name)).__name__ == "Conv1D" for name in names[each]),
+            task_type="CAUSAL_LM",
+        )
+        for each, options in wanted.items()
+    }
     meta = next(model.parameters()).is_meta
     with drawing(None), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")  # blocks with layers of both kinds: PEFT mends it by layer
-        inject_adapter_in_model(options, model, adapter_name=NAME, low_cpu_mem_usage=meta)
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # of the adapter before
+        for each, options in made.items():
+            inject_adapter_in_model(options, model, adapter_name=each, low_cpu_mem_usage=meta)
     heads = extra_heads(model)
+    for path, layer in _tuned(model):
+        if hasattr(layer, "token_indices"):
+            layer.trainable_tokens_original.clear()  # what PEFT would put back; the base layer has it
+        else:
+            layer.set_adapter([*made])
+            layer.starts_at = adapter.init if NAME in layer.lora_A else "zero"
+            layer.draws_by = derive(seed, "adapter", path)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name) or name in heads)
+        parameter.requires_grad_(is_adapter(name) or name in heads or name in trained)
         if is_adapter(name) and not meta:
             parameter.data.copy_(first_values(name, parameter.shape, seed))
+    for path, layer in () if meta else starting(model):
+        values = begin(layer, layer.get_base_layer().weight.detach().float())
+        for name, value in values.items():
+            model.get_parameter(f"{path}.{name}").data.copy_(value)
+        layer.first = {name: value for name, value in values.items() if "lora_" in name}
+
+
+def starting(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, layer of PEFT's) of those whose values begin as functions of the weight that they lie over. Once, where two share a weight."""
+    for path, layer in _tuned(model):
+        begins = (
+            getattr(layer, "starts_at", "zero") != "zero" or getattr(layer, "lora_magnitude_vector", ()) or hasattr(layer, "token_indices")
+        )
+        if begins and getattr(layer, "tied_adapter", None) is None:
+            yield path, layer
+
+
+def borrowed(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """(layer, parameter) of layers that compute with a parameter of another layer: DoRA with weights, rows of tokens with theirs."""
+    for _, layer in _tuned(model):
+        if hasattr(layer, "token_indices"):
+            yield from ((layer, parameter) for parameter in layer.parameters())
+        for length in getattr(layer, "lora_magnitude_vector", {}).values():
+            yield from ((length, parameter) for part in (layer.get_base_layer(), layer.lora_A) for parameter in part.parameters())
+
+
+def begin(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The first values, by their names within a layer of `starting`, fp32. `weight`: the base layer's, whole, as its file has it; one that
+    changes is among the values (base_layer.weight). PiSSA (Meng et al. 2024): U√(S/s) and √(S/s)Vᵀ of the r largest singular values S, s
+    the scale; DoRA (Liu et al. 2024): the length of each row of base and factors together, as the base is kept."""
+    if hasattr(layer, "token_indices"):
+        return {f"trainable_tokens_delta.{name}": weight[rows] for name, rows in layer.token_indices.items()}
+    values, kept, product = dict[str, torch.Tensor](), layer.get_base_layer().weight.dtype, torch.zeros((), device=weight.device)
+    matrix = weight.T if layer.fan_in_fan_out else weight
+    if layer.starts_at != "zero":
+        rank, scale = layer.r[NAME], layer.scaling[NAME]
+        if layer.starts_at == "pissa":
+            left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
+        else:
+            with drawing(layer.draws_by, matrix.device.type):
+                left, sizes, right_T = torch.svd_lowrank(matrix, min(rank, *matrix.shape), niter=ROUNDS)
+            right = right_T.T
+        root = (sizes[:rank] / scale).sqrt()
+        first, second = matrix.new_zeros(rank, matrix.shape[1]), matrix.new_zeros(matrix.shape[0], rank)
+        first[: len(root)], second[:, : len(root)] = root[:, None] * right[:rank], left[:, :rank] * root
+        product = scale * second @ first
+        matrix = matrix - product
+        values = {A[1:]: first, B[1:]: second, "base_layer.weight": matrix.T if layer.fan_in_fan_out else matrix}
+    if layer.lora_magnitude_vector:
+        values[f"lora_magnitude_vector.{NAME}.weight"] = (matrix.to(kept).float() + product).norm(dim=1)
+    return values
 
 
 def quantization(adapter: Adapter, precision: str) -> Any:
@@ -115,14 +191,14 @@ def quantization(adapter: Adapter, precision: str) -> Any:
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter's name is that of an adapter."""
-    return name.endswith((A, B))
+    return TRAINED.search(name) is not None
 
 
 def first_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
-    """The initial value of an adapter's parameter, unsharded, fp32 on the CPU: A as a linear layer (uniform, ±1/√in), B zero. Each name has
-    its own random numbers: a rank with a part of the model draws the same as one with all of it."""
+    """The initial value of an adapter's parameter, unsharded, fp32 on the CPU: A as a linear layer (uniform, ±1/√in), all else zero. Each
+    name has its own random numbers: a rank with a part of the model draws the same as one with all of it."""
     values = torch.zeros(shape)
-    if name.endswith(A):
+    if ".lora_A." in name:
         generator = torch.Generator().manual_seed(derive(seed, "adapter", name))
         nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
     return values
@@ -135,9 +211,7 @@ def switched(model: nn.Module, on: bool) -> Iterator[None]:
     if on or not hasattr(model, "peft_config"):
         yield
         return
-    from drumline.vendor.peft import BaseTunerLayer
-
-    before = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    before = [(layer, layer._disable_adapters) for _, layer in _tuned(model)]
     for layer, _ in before:
         layer._disable_adapters = True
     try:
@@ -149,22 +223,19 @@ def switched(model: nn.Module, on: bool) -> Iterator[None]:
 
 def merge(model: Any) -> None:
     """Add each adapter to its base layer, and put that layer back in its place. Raises ModelError for one that is not finite."""
-    from drumline.vendor.peft import BaseTunerLayer
-
-    for name, module in list(model.named_modules()):
-        if isinstance(module, BaseTunerLayer):
-            try:
-                module.merge(safe_merge=True)
-            except ValueError as error:
-                raise ModelError(f"the adapter of {name} cannot be merged: {error}", where=WHERE) from None
-            outer, _, own = name.rpartition(".")
-            setattr(model.get_submodule(outer), own, module.get_base_layer())
+    for name, module in list(_tuned(model)):
+        try:
+            module.merge(safe_merge=True)
+        except ValueError as error:
+            raise ModelError(f"the adapter of {name} cannot be merged: {error}", where=WHERE) from None
+        outer, _, own = name.removesuffix(".token_adapter").rpartition(".")
+        setattr(model.get_submodule(outer), own, module.get_base_layer())
     del model.peft_config
 
 
 def require_trained(model: nn.Module) -> None:
     """Raises ModelError for a model without adapters, or with adapters that all add zero."""
-    factors = [parameter for name, parameter in model.named_parameters() if name.endswith(B)]
+    factors = [parameter for name, parameter in model.named_parameters() if is_adapter(name) and ".lora_B." in name]
     if not factors:
         raise ModelError("the model has no adapter", where="adapter", fix="name a run that was trained with adapter=lora")
     if not any(bool(factor.any()) for factor in factors):
@@ -172,23 +243,103 @@ def require_trained(model: nn.Module) -> None:
 
 
 def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> None:
-    """Write PEFT's own files (adapter_config.json, adapter_model.safetensors, fp32) to `folder`; PeftModel.from_pretrained reads them.
-    `base`: the folder or hub id of the frozen model."""
+    """Write PEFT's own files (adapter_config.json, adapter_model.safetensors, fp32) to `folder`, those of further adapters to folders in it
+    by their names; `read_over` reads them. Factors that began in the base layer are written as ones of twice the rank, over the weights
+    that the base has in its files: W − sB₀A₀ + sBA. `base`: the folder or hub id of the frozen model."""
     from peft import get_peft_model_state_dict
 
     require_trained(model)
     # PEFT's names are those within a PeftModel, which has the model as base_model.model.
     state = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
     options, heads = model.peft_config[NAME], extra_heads(model)
-    if heads:  # PEFT keeps whole modules under the names that they have in the model
-        state |= {name: tensor for name, tensor in model.state_dict().items() if name in heads}
-        options.task_type, options.modules_to_save = "SEQ_CLS", sorted({name.rpartition(".")[0] for name in heads})
-    tensors = {f"base_model.model.{name}": value.detach().contiguous() for name, value in state.items()}
-    trained = sum(parameter.requires_grad for parameter in model.parameters())
-    assert len(tensors) == trained, f"{len(tensors)} of {trained} trained tensors would be saved"
-    options.base_model_name_or_path, options.revision, options.inference_mode = base, revision, True
-    options.save_pretrained(folder)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    named = list(model.named_parameters(remove_duplicate=False))  # PEFT reads tied ones by both names
+    whole = heads | {name for name, parameter in named if parameter.requires_grad and not is_adapter(name)}
+    trained = len(whole) + sum(is_adapter(name) for name, _ in model.named_parameters())
+    if whole:  # PEFT keeps whole modules under the names that they have in the model
+        state |= {name: tensor for name, tensor in model.state_dict().items() if name in whole}
+        options.task_type = "SEQ_CLS" if heads else options.task_type
+        options.modules_to_save = sorted({name.rpartition(".")[0] for name in whole})
+        often = Counter(id(parameter) for _, parameter in named)
+        options.ensure_weight_tying = any(often[id(parameter)] > 1 for name, parameter in named if name in whole)
+    if any(getattr(layer, "first", {}).keys() & {A[1:], B[1:]} for _, layer in _tuned(model)):
+        state, options.r = _over_files(model, state), 2 * options.r
+        options.lora_alpha = _number(options.lora_alpha * (math.sqrt(2) if options.use_rslora else 2))
+    states = {NAME: state}
+    for each in model.peft_config.keys() - {NAME}:
+        states[each] = {
+            name.replace(f".{each}.", "."): v for name, v in model.state_dict().items() if is_adapter(name) and f".{each}." in name
+        }
+    assert (saved := sum(map(len, states.values()))) == trained, f"{saved} of {trained} trained tensors would be saved"
+    for each, tensors in states.items():
+        place, own = folder if each == NAME else folder / each, model.peft_config[each]
+        place.mkdir(exist_ok=True)
+        own.base_model_name_or_path, own.revision, own.inference_mode = base, revision, True
+        own.save_pretrained(place)
+        copies = {f"base_model.model.{name}": value.detach().clone().contiguous() for name, value in tensors.items()}
+        save_file(copies, place / FILE, metadata={"format": "pt"})
+
+
+def read_over(base: Any, folder: Path) -> Any:
+    """PEFT's model of a base and the adapters that `save_adapter` wrote: all of them are on."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT uses old names of transformers
+        model: Any = PeftModel.from_pretrained(base, str(folder))
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+        more = sorted(path.parent for path in folder.glob(f"*/{FILE}"))
+        for place in more:
+            model.load_adapter(str(place), adapter_name=place.name)
+        if more:
+            model.base_model.set_adapter([NAME, *(place.name for place in more)])
+    return model.eval()
+
+
+def _over_files(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The factors of PiSSA beside those that they began as."""
+    for path, layer in _tuned(model):
+        for key, sign, dim in ((A, 1, 0), (B, -1, 1)):
+            if (first := getattr(layer, "first", {}).get(key[1:])) is not None:
+                name = f"{path}{key.replace(f'.{NAME}.', '.')}"
+                state[name] = torch.cat([state[name], sign * first], dim)
+    return state
+
+
+def _tuned(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """PEFT's layers, by name."""
+    from drumline.vendor.peft import BaseTunerLayer
+
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
+
+
+def _named_below(model: nn.Module, endings: Iterable[str]) -> set[str]:
+    """Names of the parameters below modules whose names end so; of tied ones the first name. Raises ModelError where there is none."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: set[str] = set()
+    for ending in endings:
+        chosen = [f"{name}." for name, _ in model.named_modules() if _ends(name, ending)]
+        below = {first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name.startswith(tuple(chosen))}
+        if not below:
+            guess = nearest(ending, sorted({name.rpartition(".")[2] for name, _ in model.named_modules()}))
+            fix = f"did you mean {guess}?" if guess else "name modules as model.named_modules() has them"
+            raise ModelError(f"{type(model).__name__} has no module {ending!r} with weights", where="adapter.modules_to_save", fix=fix)
+        found |= below
+    return found
+
+
+def _require_rows(model: Any, tokens: Sequence[int]) -> None:
+    """Raises ModelError for a token that the embedding has no row for."""
+    embedding: Any = whole_layer(model.get_input_embeddings()) if tokens else None
+    if tokens and max(tokens) >= (rows := len(embedding.weight)):
+        what = f"token {max(tokens)} has no row: the embedding has {rows}"
+        raise ModelError(
+            what, where="adapter.trainable_tokens", fix="name ids below that, which a tokenizer of your own may give to new tokens"
+        )
+
+
+def _number(alpha: float) -> Any:
+    """As other readers of the file require it: whole where it is."""
+    return int(alpha) if float(alpha).is_integer() else alpha
 
 
 def _ends(name: str, ending: str) -> bool:

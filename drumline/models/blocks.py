@@ -195,7 +195,8 @@ def vocabulary(model: Any) -> tuple[Any, Any]:
 
 
 def whole_layer(module: nn.Module) -> nn.Module:
-    """The base layer of a LoRA layer; any other layer itself."""
+    """The base layer of one of PEFT's layers, also beneath trainable rows of tokens; any other layer itself."""
+    module = module._modules.get("token_adapter") or module
     base = getattr(module, "base_layer", module)
     assert isinstance(base, nn.Module)
     return base

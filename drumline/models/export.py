@@ -7,7 +7,6 @@ import gc
 import json
 import shutil
 import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -236,11 +235,7 @@ def _read_back(folder: Path, base: str | None, plan: Plan, model: ModelConfig) -
     quiet()
     head: Head = "lm" if plan.config.head in LM else plan.config.head
     if base is not None:
-        from peft import PeftModel
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # PEFT uses old names of transformers
-            return PeftModel.from_pretrained(build_model(base, model, seed=0, head=head, labels=plan.labels), str(folder))
+        return adapters.read_over(build_model(base, model, seed=0, head=head, labels=plan.labels), folder)
     config = load_config(str(folder), model.model_copy(update={"config": {}}))
     found = tuple(config.id2label.get(index) for index in range(len(plan.labels)))
     if found != plan.labels:

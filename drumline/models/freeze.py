@@ -40,7 +40,8 @@ def keep_low(parts: Iterable[nn.Module], dtype: torch.dtype, vectors: bool = Fal
 
 
 def give_fp32(model: nn.Module) -> None:
-    """Make embeddings in a lower dtype return fp32: under autocast the residual stream keeps the dtype in which it begins."""
+    """Make embeddings in a lower dtype return fp32: under autocast the residual stream keeps the dtype in which it begins. With trainable
+    rows of tokens, which compute by themselves, these do."""
     for module in model.modules():
-        if isinstance(module, nn.Embedding) and module.weight.dtype != torch.float32:
+        if (isinstance(module, nn.Embedding) and module.weight.dtype != torch.float32) or "token_adapter" in module._modules:
             module.register_forward_hook(lambda _module, _inputs, hidden: hidden.float())

@@ -19,7 +19,7 @@ from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import first_line, judged, read_text
 from drumline.models import adapters
 from drumline.models.attention import caps_and_drops
-from drumline.models.blocks import counted, needs_mask, tensor_plan, tower_flops, uncut, vision_tower, whole_sequences
+from drumline.models.blocks import counted, needs_mask, tensor_plan, tower_flops, uncut, vision_tower, whole_layer, whole_sequences
 from drumline.models.classes import AUTO, LM, auto_class, bidirectional, is_encoder, is_vision_language
 from drumline.models.files import check_counts, check_folder, tokenizer_folder
 from drumline.models.freeze import freeze
@@ -189,9 +189,9 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
             what = f"the shapes of {type(model).__name__} are not known: its config has no {key}"
             raise ModelError(what, where="model", fix="give a model with a transformer's layers and heads")
     outside = counts["parameters"] - sum(counts["block_parameters"])
-    embedding = model.get_input_embeddings().weight
+    embedding = whole_layer(model.get_input_embeddings()).weight
     output_head = model.get_output_embeddings()
-    tied = output_head is not None and output_head.weight is embedding
+    tied = output_head is not None and whole_layer(output_head).weight is embedding
     cut = tensor_plan(model)
     layers, hidden, heads = int(text.num_hidden_layers), int(text.hidden_size), int(text.num_attention_heads)
     width = heads * int(getattr(text, "head_dim", None) or hidden // heads)
@@ -229,7 +229,9 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         vision_language=bool(tower),
         trains_router=head in LM and trains_router(model),
         flops_per_image_token=tower_flops(model) if tower else 0.0,
-        changes_logits=any(getattr(text, key, None) not in (None, 1.0) for key in LOGIT_KEYS),
+        # Trainable rows of a tied head are laid over it in its own forward.
+        changes_logits=any(getattr(text, key, None) not in (None, 1.0) for key in LOGIT_KEYS)
+        or (output_head is not None and whole_layer(output_head) is not output_head),
         keeps_scores=getattr(config, "_attn_implementation", None) == "eager",
         caps_scores=caps,
         drops_scores=drops,

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
@@ -30,6 +31,7 @@ from drumline.models.load import find_file
 from drumline.vendor.torch import compute_local_shape_and_global_offset
 
 Init = Callable[[nn.Module], None]
+NUMBERED = re.compile(r".*?\.\d+\.")  # up to the number of a block
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -99,10 +101,23 @@ class Values:
             torch.__future__.set_swap_module_params_on_conversion(before)
         filled: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         wanted = {name: filled[name] for name in empty if name not in self.checkpoint_keys}
+        self._begin(model, wanted)
         for name in filter(adapters.is_adapter, list(wanted)):
             tensor = wanted.pop(name)
             copy_part(tensor, adapters.first_values(name, tensor.shape, self.seed))
         self.source.put({file_name(name): tensor for name, tensor in wanted.items()}, model)
+
+    def _begin(self, model: nn.Module, wanted: dict[str, torch.Tensor]) -> None:
+        """Fill, and take out of `wanted`, what begins as a function of a whole weight: those are read a block at a time."""
+        layers = [(path, layer) for path, layer in adapters.starting(model) if any(name.startswith(f"{path}.") for name in wanted)]
+        for _, group in groupby(layers, lambda each: (NUMBERED.match(each[0]) or [each[0]])[0]):
+            here = [*group]
+            whole = {path: torch.empty(layer.get_base_layer().weight.shape) for path, layer in here}
+            self.source.put({file_name(f"{path}.base_layer.weight"): weight for path, weight in whole.items()}, model)
+            for path, layer in here:
+                for name, value in adapters.begin(layer, whole[path].to(self.device)).items():
+                    if (tensor := wanted.pop(f"{path}.{name}", None)) is not None:
+                        copy_part(tensor, value)
 
 
 @dataclass(frozen=True)
@@ -330,5 +345,5 @@ def _persistent(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def file_name(name: str) -> str:
-    """The name of a tensor in the model's files: without the part for the base layer of an adapter."""
-    return name.replace(".base_layer.", ".")
+    """The name of a tensor in the model's files: without the parts for what PEFT lays over its layer."""
+    return name.replace(".token_adapter.", ".").replace(".base_layer.", ".")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from drumline.checkpoint.save import Checkpointer
-from drumline.core.config import Config, LoRAConfig
+from drumline.core.config import Config, LoRAConfig, LoRAFactors
 from drumline.core.mesh import Mesh
 from drumline.core.model import ModelConfig
 from drumline.core.plan import BatchPlan, Plan, Predicted
@@ -219,3 +219,74 @@ def test_a_plan_without_peft_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
     config = load_config(str(tiny_model_dir(tmp_path / "model")), ModelConfig())
     with pytest.raises(EnvironmentFault, match="adapter: the package peft is missing — pip install peft"):
         facts(config, 16, LoRAConfig())
+
+
+KINDS = {
+    "dora": LoRAConfig(r=4, dora=True, rslora=True),
+    "pissa": LoRAConfig(r=4, init="pissa"),
+    "fast pissa of all there is, with dora": LoRAConfig(r=40, alpha=20, init="pissa_fast", dora=True, rslora=True),
+    "whole modules": LoRAConfig(r=4, modules_to_save=("lm_head", "model.norm", "mlp.up_proj")),
+    "tokens": LoRAConfig(r=4, trainable_tokens=(3, 200), targets="attention"),
+    "two": LoRAConfig(r=4, targets="attention", more={"feed": LoRAFactors(r=2, alpha=8, rslora=True, targets=["up_proj", "q_proj"])}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_change_nothing_at_first_and_are_exported_as_they_were_trained(folder: Path, tmp_path: Path, kind: str) -> None:
+    """Merged for transformers, and apart for PEFT."""
+    from transformers import AutoModelForCausalLM
+
+    base, options = build_model(str(folder), ModelConfig(id=str(folder)), 0).eval(), KINDS[kind]
+    model = adapted(folder, options).eval()
+    assert torch.allclose(base(input_ids=IDS).logits, model(input_ids=IDS).logits, atol=1e-5)
+    on_meta = facts(load_config(str(folder), ModelConfig(id=str(folder))), 64, options)
+    assert on_meta.trainable == sum(value.numel() for value in learned(model).values())
+    expected = move(model).eval()(input_ids=IDS).logits
+    assert not torch.allclose(base(input_ids=IDS).logits, expected, atol=1e-2)
+    run = run_of(tmp_path, folder, model, adapter=options.model_dump())
+    export(run, tmp_path / "merged", "last")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    torch.testing.assert_close(again(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
+    export(run, tmp_path / "apart", "last", adapter=True)
+    again = adapters.read_over(build_model(str(folder), ModelConfig(id=str(folder)), 0), tmp_path / "apart")
+    torch.testing.assert_close(again(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
+    assert "pissa" not in (tmp_path / "apart" / "adapter_config.json").read_text()
+
+
+def test_a_shard_begins_as_its_part_of_one_process(folder: Path) -> None:
+    """On the meta device first, as ranks have it: values are filled in from the files, a whole weight at a time."""
+    from drumline.models.build import lay_out
+    from drumline.models.shards import Values
+
+    for options in KINDS.values():
+        model, source = lay_out(str(folder), ModelConfig(id=str(folder)), 0)
+        adapters.inject(model, options, 0)
+        Values(source, "cpu", 0).fill(model)
+        whole = dict(adapted(folder, options).named_parameters())
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter, whole[name], msg=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"trainable_tokens": [10**6]}, "token 1000000 has no row: the embedding has 3"),
+        ({"modules_to_save": ["lm_haed"]}, "no module 'lm_haed' with weights — did you mean lm_head"),
+    ],
+)
+def test_what_the_model_does_not_have(folder: Path, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        adapted(folder, LoRAConfig.model_validate(options))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dora": True, "more": {"a": {}}}, "length of a whole row"),
+        ({"trainable_tokens": [1, 1]}, "stands twice"),
+        ({"more": {"default": {}}}, "PEFT means something else"),
+    ],
+)
+def test_what_does_not_go_together(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        LoRAConfig.model_validate(options)

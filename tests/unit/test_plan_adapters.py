@@ -29,6 +29,13 @@ def plan(world_size: int, facts: ModelFacts | None = FACTS, **sections: Any) -> 
         ({"adapter": LORA | {"quantize": "4bit"}, "strategy": "fsdp2"}, "adapter.quantize", "packed weights are proven whole"),
         ({"adapter": LORA | {"quantize": "8bit"}, "strategy": "zero2"}, "adapter.quantize", "packed weights are proven whole"),
         ({"adapter": LORA | {"quantize": "4bit"}, "model": {"init": "random"}}, "adapter.quantize", "only weights that are loaded"),
+        ({"adapter": LORA | {"dora": True}, "strategy": "tp"}, "adapter.dora", "length of whole rows"),
+        ({"adapter": LORA | {"trainable_tokens": [3]}, "strategy": "pp"}, "adapter.trainable_tokens", "lie on two stages"),
+        (
+            {"adapter": LORA | {"init": "pissa"}, "algorithm": {"kind": "dpo", "reference": "adapter"}},
+            "algorithm.reference",
+            "not what training starts from",
+        ),
         ({"checkpoint": {"export_adapter": True}}, "checkpoint.export_adapter", "there is no adapter"),
         (
             {"checkpoint": {"export_adapter": True}, "adapter": LORA, "model": {"init": "random"}},

@@ -31,6 +31,7 @@ from drumline.core.heartbeat import beat
 from drumline.core.mesh import share
 from drumline.core.plan import Plan
 from drumline.core.redact import reveal
+from drumline.models.adapters import borrowed
 from drumline.models.head import ForwardWithObjective, any_batch, split
 from drumline.models.scores import score_head
 from drumline.models.shards import Values, all_tensors, canonical_tensors
@@ -137,6 +138,8 @@ class DeepSpeedEngine(ForwardEngine):
         for parameter in heads.parameters() if self.sharded else ():
             # The objective uses their weights outside of the heads' forward.
             deepspeed.zero.register_external_parameter(engine.module, parameter)
+        for layer, parameter in borrowed(model) if self.sharded else ():
+            deepspeed.zero.register_external_parameter(layer, parameter)
         if self.rescales():
             self.zero.loss_scale = plan.config.precision.initial_scale
             self.zero.loss_scaler.raise_error_at_min_scale = False  # the loop stops a run that never comes right
