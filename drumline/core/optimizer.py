@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -14,7 +14,7 @@ from pydantic import Field
 
 from drumline.core.rule import Case, Refusal, quantizes, sees
 from drumline.core.section import Count, Ranks, Section, Weight
-from drumline.errors import EnvironmentFault
+from drumline.errors import EnvironmentFault, PlanError
 from drumline.hardware.cluster import Collective
 
 if TYPE_CHECKING:
@@ -96,6 +96,13 @@ class OptimizerConfig(Section):
     def group_of(self, name: str) -> OptimizerGroup | None:
         """The group of a parameter; None: it has none."""
         return next((group for group in self.groups if any(fnmatchcase(name, pattern) for pattern in group.match)), None)
+
+    def require_groups(self, names: Sequence[str]) -> None:
+        """Raises PlanError for a pattern that none of `names`, the parameters that learn, has."""
+        for pattern in (pattern for group in self.groups for pattern in group.match):
+            if not any(fnmatchcase(name, pattern) for name in names):
+                fix = f"parameters have names such as {', '.join(sorted({names[0], names[-1]}))}"
+                raise PlanError(f"{pattern!r} matches no parameter that learns", where="optimizer.groups", fix=fix)
 
     def bytes_of(self, weight: facts.Weight, here: int, low: int = 0) -> int:
         """Bytes of its states of a weight of which a rank has `here` entries; a count of steps (4 bytes) is left out. Quantised ones have

@@ -30,6 +30,11 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
         raise ModelError("nothing stays trainable", where=WHERE, fix="leave a part out")
 
 
+def learning(model: nn.Module) -> list[str]:
+    """Names of the parameters that learn."""
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
 def keep_low(parts: Iterable[nn.Module], dtype: torch.dtype, vectors: bool = False, trainable: bool = False) -> None:
     """Keep the frozen weights (with `trainable` all) of these modules in `dtype`, the dtype of their products anyhow: half the memory of
     fp32. Vectors (norms, biases: one entry in thousands) stay fp32 unless `vectors`: on a CPU the kernels of norms require fp32 weights for

@@ -15,7 +15,7 @@ from drumline.core.explain import default_run_dir, size
 from drumline.core.facts import ModelFacts
 from drumline.core.files import write_whole
 from drumline.core.load import Request, allowed, refused, to_yaml
-from drumline.core.model import ModelConfig
+from drumline.core.model import Head, ModelConfig
 from drumline.core.plan import DataIdentity, DataPlan, Plan, RolePlan
 from drumline.core.resolve import batch_norm_why, device_of, processes_of, resolve
 from drumline.core.urls import is_url
@@ -31,6 +31,7 @@ from drumline.models import load as models
 from drumline.models.attention import attend_by_documents
 from drumline.models.build import lay_out
 from drumline.models.classes import LM, with_classes
+from drumline.models.freeze import freeze, learning
 from drumline.models.head import require_next_token
 from drumline.models.own import find_builder, own_build
 from drumline.models.vision import vision_of
@@ -146,13 +147,23 @@ def require_same_tokens(model: ModelConfig, path: str | None, tokenizer: Any, wh
 
 
 def _require_runs(plan: Plan) -> None:
-    """Raises PlanError and ModelError for what shows where the models run alone (rules of phase rank): tried here, on small copies."""
+    """Raises PlanError and ModelError for what shows where the models are built, or run alone: tried here, on small copies."""
     config, own = plan.config, [role for role in plan.roles.values() if role.model != plan.config.model]
+
+    def built(path: str | None, described: ModelConfig, head: Head) -> Any:
+        return models.on_meta(with_classes(models.load_config(path, described), head, plan.labels), head)
+
     wanted = [(plan.model_path, config.model, config.head), *((role.model_path, role.model, role.head) for role in own)]
+    if config.optimizer.groups:
+        policy = built(plan.model_path, config.model, config.head)
+        freeze(policy, config.model.freeze)
+        if config.adapter.kind == "lora":
+            adapters.inject(policy, config.adapter, seed=0)
+        config.optimizer.require_groups(learning(policy))
     for path, described, head in wanted:
         if head not in LM and plan.engine != "pipeline":
             continue
-        model = models.on_meta(with_classes(models.load_config(path, described), head, plan.labels), head)
+        model = built(path, described, head)
         if head in LM:
             attend_by_documents(model, plan)
             require_next_token(model, "cpu", config.packs)
@@ -180,6 +191,7 @@ def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
     )
     plan = _resolved(request, config, request.machine or detect(), data, facts=None, model_path=None)
     module, _ = lay_out_spreadable(plan, own_build(plan), "cpu", config.model.units, config.model.tp_plan)
+    config.optimizer.require_groups(learning(module))
     if plan.engine == "pipeline":
         from drumline.parallel.own_pipeline import cut
 

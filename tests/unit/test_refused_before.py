@@ -84,6 +84,10 @@ def prompts(tmp_path: Path, rows: list[dict[str, Any]], *overrides: str) -> Requ
     return Request(load_values(values, list(overrides)))
 
 
+def groups(pattern: str) -> dict[str, Any]:
+    return {"optimizer": {"groups": [{"match": [pattern], "lr_ratio": 16}]}}
+
+
 CURRICULUM = "algorithm.curriculum={{kind: weights, weights: {}}}".format
 
 
@@ -141,6 +145,8 @@ def test_a_prompt_that_leaves_no_room_for_its_completion(tmp_path: Path) -> None
         ("llama", {}, {"strategy": "cp"}, ""),
         ("gpt_oss", {"head_dim": 8, "num_key_value_heads": 2}, {"strategy": "cp"}, "strategy: cp × the model: context parallelism cannot"),
         ("llama", {}, {"adapter": {"kind": "lora", "targets": ["nowhere"]}}, "adapter.targets: no linear layer"),
+        ("llama", {}, {"adapter": {"kind": "lora"}, **groups("*.lora_B.*")}, ""),
+        ("llama", {}, groups("*.lora_B.*"), "optimizer.groups: '*.lora_B.*' matches no parameter that learns"),
         ("bloom", {"intermediate_size": None}, {}, "data.packing: packing × the model: BloomForCausalLM does not keep the documents"),
         ("bloom", {"intermediate_size": None}, {"data": {"packing": False}}, ""),
         ("biogpt", {}, {"strategy": "pp"}, "strategy: pp × the model: BioGptForCausalLM has no single list of blocks to cut into stages"),
