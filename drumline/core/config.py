@@ -68,7 +68,7 @@ class LoRAConfig(LoRAFactors):
         " 2024); pissa_fast: those are found by 16 rounds of subspace iteration.",
     )
     quantize: Literal["none", "4bit", "8bit"] = Field(
-        "none", description="QLoRA (Dettmers et al. 2023): the frozen weights in 4 or 8 bits, by bitsandbytes on GPUs."
+        "none", description="QLoRA (Dettmers et al. 2023): the frozen linear layers of the blocks in 4 or 8 bits."
     )
     modules_to_save: tuple[str, ...] = Field((), description="Modules that are trained whole, by the ends of their names: lm_head.")
     trainable_tokens: tuple[Annotated[int, Field(ge=0, le=10**9)], ...] = Field(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from drumline.core.estimate import Activations, Traffic
 from drumline.core.facts import ModelFacts, Part, Sizes, Weight, largest_block, part, rank_params, weights_in, weights_of
-from drumline.core.rule import quantizes
 from drumline.hardware.cluster import Collective
 
 if TYPE_CHECKING:
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 MIB = 2**20
 FULL, LOW = 4, 2  # bytes of an entry
 WIDTH = {"fp32": FULL, "bf16": LOW, "fp16": LOW}
-# Bits of an entry that QLoRA has packed; 4-bit blocks of 64 have a scale of 8 bits each, of which every 256 share one of 32 bits.
-PACKED = {"none": 32.0, "8bit": 8.0, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}
 BLOCK = 256  # entries that share a scale of the 8-bit code (parallel.compress.Int8)
 BUCKET = 25 * MIB  # bytes of gradients that parallel.data_parallel averages together
 NUMBER = 8  # bytes of an fp64
@@ -164,10 +161,9 @@ def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
     """The rank's weights, and fp32 gradients and moments of the trainable ones."""
     tp, shards = layout.mesh.tp, layout.strategy.shards(layout.mesh)
     has = rank_params(facts, mine, tp, shards)
-    # Weights are fp32, except frozen ones (models.freeze.keep_low) and those that QLoRA packs.
-    packed = has.linear if quantizes(layout.config) else 0
-    low, bits = has.frozen - packed if layout.pure else has.low - packed, PACKED[getattr(layout.config.adapter, "quantize", "none")]
-    weights = entry_bytes(layout) * (has.entries - packed - low) + WIDTH[layout.precision] * low + math.ceil(packed * bits / 8)
+    # Weights are fp32, except frozen ones (models.freeze.keep_low, models.packed).
+    low = has.frozen if layout.pure else has.low
+    weights = entry_bytes(layout) * (has.entries - low) + WIDTH[layout.precision] * low
     kept = moments(facts, mine, tp, shards, layout.config.optimizer, low_moments(layout)) + layout.strategy.outer_bytes() * has.trainable
     state = weights, entry_bytes(layout) * has.trainable, kept
     return State(0, 0, 0, *state) if layout.strategy.offloads()[0] == "cpu" else State(*state)
@@ -191,18 +187,18 @@ def copies_buffers(layout: Layout, facts: ModelFacts, mine: Part, state: State, 
     # Gradients of copies that are averaged in each step lie in DDP's buckets.
     buckets = copied and mesh.tp * mesh.pp == 1 and strategy.exchange is None
     # Autocast keeps its copies of the weights of linear layers until backward has used them; with recomputation until the block's end.
-    # Frozen weights are in the low type already; packed ones are unpacked while they are used.
-    low, packed = kind_of(layout) == "autocast", quantizes(layout.config)
+    # Frozen weights are in the low type already.
+    low = kind_of(layout) == "autocast"
     copies = LOW * rank_params(facts, Part(mine.stages, False, False), mesh.tp).trainable if low else 0
     largest, recomputes = largest_block(facts, mine, mesh.tp), layout.activation_checkpointing != "none"
-    one = LOW * (largest.trainable * low + largest.linear * packed)
+    one = LOW * largest.trainable * low
     always, average = strategy.kept_bytes(mesh.world_size) * here.trainable, 0.0
     if buckets and not options.gradient_as_bucket_view:
         always += gradients
     if copied and mesh.tp * mesh.pp > 1:
         average = min(gradients, 2 * max(options.bucket_cap_mb * MIB, FULL * here.largest))
     forward, through = (copies, 0) if recomputes else (0, copies)
-    if kept is not None and kept.copies is not None and not packed:  # packed weights cannot be traced
+    if kept is not None and kept.copies is not None:
         blocks = mine.blocks if layout.pipeline else facts.layers
         made, through = (blocks * block + at_ends for block, at_ends in (kept.copies, kept.copies_kept))
         forward = max(0, made - through)
@@ -212,11 +208,9 @@ def copies_buffers(layout: Layout, facts: ModelFacts, mine: Part, state: State, 
         always=always,
         forward=forward,
         through=through,
-        # Unpacked weights of a block exist while they are used: no more than all.
-        block=one if packed else 0.0,
         # A new gradient is a tensor of its own until it is added to the one that is there. Averaging weights, local SGD and DiLoCo take no
         # more than gradients did, which are gone by then.
-        backward=(one if recomputes or packed else 0) + entry_bytes(layout) * here.largest,
+        backward=(one if recomputes else 0) + entry_bytes(layout) * here.largest,
         last=2 * gradients if layout.devices_per_rank > 1 else 0.0,  # the first GPU adds up those of the others
         step=stepping(layout, here, mesh.tp > 1),
         average=average,

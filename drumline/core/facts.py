@@ -157,14 +157,50 @@ def _adapted(weight: Weight, rank: int) -> list[Weight]:
     return [frozen._replace(name=f"{layer}.base_layer.weight", owners=(*weight.owners, "Linear")), first, second]
 
 
+def packs(shape: tuple[int, ...]) -> bool:
+    """Whether models.packed packs a frozen matrix: rows in whole entries of what it keeps them in, scales for whole blocks."""
+    return len(shape) == 2 and shape[1] % 8 == 0 and math.prod(shape) % 256 == 0
+
+
+def _is_packed(weight: Weight) -> bool:
+    return not weight.trainable and weight.place == "block" and weight.owners[-1:] in {(name,) for name in LINEAR} and packs(weight.shape)
+
+
+@lru_cache(maxsize=64)
+def packed(facts: ModelFacts, bits: int, width: int) -> ModelFacts:
+    """The same model as it is kept where its frozen linear layers are packed in `bits`: each is a matrix of fewer columns, whose entries of
+    `width` bytes hold the codes. Its FLOPs and activations are those of the model as it was."""
+    kinds = {
+        block: tuple(w._replace(shape=(w.shape[0], w.shape[1] * bits // 8 // width)) if _is_packed(w) else w for w in block)
+        for block, _ in facts.kinds_of_blocks
+    }
+    less = sum(n * (w.numel - v.numel) for block, n in facts.kinds_of_blocks for w, v in zip(block, kinds[block], strict=True))
+    ahead = len(facts.block_weights) - len(facts.block_parameters)
+    blocks = tuple(kinds[block] for block in facts.block_weights)
+    return replace(
+        facts,
+        parameters=facts.parameters - less,
+        frozen=facts.frozen - less,
+        block_weights=blocks,
+        block_parameters=tuple(sum(weight.numel for weight in block) for block in blocks[ahead:]) if facts.block_parameters else (),
+    )
+
+
+@lru_cache(maxsize=1024)
+def packed_scales(facts: ModelFacts, mine: Part, bits: int) -> tuple[int, int]:
+    """Bytes of the scales of a part's packed layers (models.packed), and entries of the largest of these."""
+    here = [(weight.numel, number) for weight, number in weights_in(facts, mine) if _is_packed(weight)]
+    each = (lambda n: n // 64 + 4 * -(-n // (64 * 256)) + 4) if bits == 4 else (lambda n: 4 * (n // 256))
+    return sum(number * each(n) for n, number in here), max((n for n, _ in here), default=0)
+
+
 @dataclass(frozen=True)
 class Sizes:
-    """Entries of some weights on one rank, trainable and frozen. Of the frozen ones `linear`: in linear layers of blocks, `low`: in weights
-    of two dimensions and more; `matrices`: in all such weights. `largest`: of the largest trainable weight."""
+    """Entries of some weights on one rank, trainable and frozen. Of the frozen ones `low`: in weights of two dimensions and more;
+    `matrices`: in all such weights. `largest`: of the largest trainable weight."""
 
     trainable: int = 0
     frozen: int = 0
-    linear: int = 0
     largest: int = 0
     low: int = 0
     matrices: int = 0
@@ -203,9 +239,8 @@ def sizes(weights: Iterable[Weight], tp: int, shards: int, number: int = 1) -> S
     for weight in weights:
         each = part(weight, tp, shards)
         here = number * each
-        linear = here if weight.place == "block" and weight.owners and weight.owners[-1] in LINEAR else 0
         matrix = here if len(weight.shape) >= 2 else 0
-        frozen = Sizes(0, here, linear, low=matrix, matrices=matrix)
+        frozen = Sizes(0, here, low=matrix, matrices=matrix)
         total += Sizes(here, largest=each, matrices=matrix) if weight.trainable else frozen
     return total
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from drumline.core.rule import Case, Refusal, quantizes, sees
+from drumline.core.rule import Case, Refusal, packed_bits, sees
 from drumline.core.section import Count, Ranks, Section, Weight
 from drumline.errors import EnvironmentFault, PlanError
 from drumline.hardware.cluster import Collective
@@ -173,7 +173,7 @@ def _pure(case: Case, where: str) -> Iterator[Refusal]:
     if case.strategy.copies().compression.kind != "none":
         reason = "gradients travel in bf16 already"
         yield Refusal("master=bf16 × compression", reason, "take strategy.compression out", where)
-    if config.algorithm.rollout is not None or config.images_alone or config.plain or quantizes(config) or sees(case):
+    if config.algorithm.rollout is not None or config.images_alone or config.plain or packed_bits(config) or sees(case):
         reason = "it is proven for texts that are given, and linear layers that are not packed"
         yield Refusal("master=bf16 × the model or the algorithm", reason, "use precision.master=fp32", where)
 

@@ -49,9 +49,9 @@ def no_option(options: str, reason: str, instead: str) -> tuple[Refusal, ...]:
     return tuple(Refusal(option, reason, instead, f"strategy.{option}") for option in options.split())
 
 
-def quantizes(config: Config) -> bool:
-    """Whether QLoRA packs the linear layers of blocks."""
-    return getattr(config.adapter, "quantize", "none") != "none"
+def packed_bits(config: Config) -> int:
+    """Bits of an entry of the linear layers of blocks, which QLoRA packs; 0 where it does not."""
+    return {"4bit": 4, "8bit": 8}.get(getattr(config.adapter, "quantize", "none"), 0)
 
 
 def sees(case: Case) -> bool:

@@ -11,7 +11,7 @@ from drumline.core.config import LoRAConfig
 from drumline.core.copies import copied_over
 from drumline.core.facts import TP_STYLES
 from drumline.core.rollouts import VLLMGenerator
-from drumline.core.rule import Case, Refusal, plain, quantizes, recomputes_some, sees
+from drumline.core.rule import Case, Refusal, packed_bits, plain, recomputes_some, sees
 
 # What only a run of the model may show: its reason is found there.
 NO_STAGES = Refusal("pp × the model", "", "use strategy: fsdp2 or tp instead")
@@ -63,16 +63,20 @@ def _adapters(case: Case) -> Iterator[Refusal]:
         if adapter.trainable_tokens and case.strategy.data_parallel(case.mesh) == "dp" and case.device == "cuda":
             reason = "nn.DataParallel makes no copies of a dictionary of parameters, in which PEFT keeps them"
             yield Refusal("trainable tokens × dp", reason, "use strategy=ddp", "adapter.trainable_tokens")
-        if adapter.init != "zero" and adapter.quantize != "none":
-            reason = "what the factors begin with is taken off a weight, which is packed as it is read"
-            yield Refusal("PiSSA × QLoRA", reason, "use adapter.init=zero", "adapter.init")
-    if quantizes(config):
-        if not (case.strategy.takes_packed and plain(case.mesh)):
-            reason, instead = "packed weights are proven whole on each rank only", "use strategy=ddp, or adapter.quantize=none"
-            yield Refusal("QLoRA × weights that are cut or sharded", reason, instead, "adapter.quantize")
-        if config.model.init == "random":
-            reason = "only weights that are loaded can be packed"
-            yield Refusal("QLoRA × random weights", reason, "use adapter.quantize=none", "adapter.quantize")
+    if packed_bits(config):
+        where = "adapter.quantize"
+        if case.mesh.tp > 1:
+            reason = "scales belong to blocks along whole rows of a weight, and a rank has parts of some"
+            yield Refusal("QLoRA × tp", reason, "use strategy=fsdp2, or adapter.quantize=none", where)
+        if not case.strategy.takes_packed:
+            reason, instead = (
+                "packed weights are proven in step, one process a device",
+                "use strategy=ddp or fsdp2, or adapter.quantize=none",
+            )
+            yield Refusal(f"QLoRA × {case.strategy.kind}", reason, instead, where)
+        if config.algorithm.rollout is not None and not (case.strategy.whole_weights and plain(case.mesh)):
+            reason = "rollouts are sampled from a copy of a policy that is cut, and packed weights are not handed out whole"
+            yield Refusal("QLoRA × rollouts of a cut policy", reason, "use strategy=ddp, or adapter.quantize=none", where)
     if config.checkpoint.export_adapter:
         where = "checkpoint.export_adapter"
         if not has_lora:

@@ -99,7 +99,7 @@ class StrategySpec(Spec):
     package: ClassVar[str | None] = None  # that it needs besides this one's dependencies
     in_step: ClassVar[bool] = False  # without tp, cp and pp: ranks take each forward together, on whole samples of their own
     exchange: ClassVar[Collective | None] = None  # of weights now and then, where gradients are not averaged in each step
-    takes_packed: ClassVar[bool] = False  # without tp, cp and pp: goes with QLoRA's packed weights
+    takes_packed: ClassVar[bool] = False  # goes with QLoRA's packed weights, without tp
     whole_weights: ClassVar[bool] = True  # without tp, cp and pp: each rank holds all of them
     keeps_low: ClassVar[bool] = False  # weights lie in the type that it computes in, with fp32 ones for the step besides
     reserve: ClassVar[float] = 1.08  # what CUDA's allocator reserves for each byte of tensors (docs/planning.md, "Constants")
@@ -344,6 +344,7 @@ class OneDegree(StrategySpec):
     """One degree given by the name of the strategy; the other processes hold copies (DDP)."""
 
     dimension: ClassVar[Dimension]
+    takes_packed: ClassVar[bool] = True
     lacks = (
         *no_option("offload_cpu offload_nvme", "each rank keeps its part where it computes",
                    "fsdp2 with offload=cpu (tp, cp and pp go with it), or zero3"),

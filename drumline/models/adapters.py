@@ -19,12 +19,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from drumline.core.config import Adapter, LoRAConfig, LoRAFactors
+from drumline.core.config import LoRAConfig, LoRAFactors
 from drumline.core.model import ModelConfig
 from drumline.core.registry import nearest
 from drumline.dist.seeds import derive, drawing
 from drumline.errors import EnvironmentFault, ModelError
 from drumline.models.blocks import blocks, whole_layer
+from drumline.models.packed import PackedLinear
 from drumline.models.scores import extra_heads
 
 NAME = "default"
@@ -36,12 +37,9 @@ ROUNDS = 16  # of subspace iteration for `pissa_fast`
 
 
 def require_trainable(adapter: LoRAConfig, model: ModelConfig) -> None:
-    """Raises EnvironmentFault for a missing package, without importing it; ModelError for packed weights where none are loaded."""
-    if adapter.quantize != "none" and model.id is None:
-        raise ModelError("only weights that are loaded can be packed", where="adapter.quantize", fix="set model.id, or quantize=none")
-    for package in ["peft", *(["bitsandbytes"] if adapter.quantize != "none" else [])]:
-        if importlib.util.find_spec(package) is None:
-            raise EnvironmentFault(f"the package {package} is missing", where="adapter", fix=f"pip install {package}")
+    """Raises EnvironmentFault for a missing package, without importing it."""
+    if importlib.util.find_spec("peft") is None:
+        raise EnvironmentFault("the package peft is missing", where="adapter", fix="pip install peft")
 
 
 def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) -> list[str]:
@@ -131,12 +129,16 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
 
 
 def starting(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, layer of PEFT's) of those whose values begin as functions of the weight that they lie over. Once, where two share a weight."""
-    for path, layer in _tuned(model):
-        begins = (
-            getattr(layer, "starts_at", "zero") != "zero" or getattr(layer, "lora_magnitude_vector", ()) or hasattr(layer, "token_indices")
-        )
-        if begins and getattr(layer, "tied_adapter", None) is None:
+    """(name, layer) of each layer, PEFT's or a packed one by itself, whose values begin as functions of the weight in it or beneath it.
+    Once, where two share a weight."""
+    tuned = {layer: path for path, layer in _tuned(model)}
+    for path, layer in model.named_modules() if tuned else ():
+        packed = isinstance(whole_layer(layer), PackedLinear)
+        if layer in tuned:
+            begins = packed or getattr(layer, "starts_at", "zero") != "zero" or getattr(layer, "lora_magnitude_vector", ())
+            if (begins or hasattr(layer, "token_indices")) and getattr(layer, "tied_adapter", None) is None:
+                yield path, layer
+        elif packed and not path.endswith(".base_layer"):
             yield path, layer
 
 
@@ -150,43 +152,45 @@ def borrowed(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
 
 
 def begin(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The first values, by their names within a layer of `starting`, fp32. `weight`: the base layer's, whole, as its file has it; one that
-    changes is among the values (base_layer.weight). PiSSA (Meng et al. 2024): U√(S/s) and √(S/s)Vᵀ of the r largest singular values S, s
-    the scale; DoRA (Liu et al. 2024): the length of each row of base and factors together, as the base is kept."""
+    """The first values, by their names within a layer of `starting`, fp32; of a packed one its codes. `weight`: the base layer's, whole, as
+    its file has it; one that changes is among the values (base_layer.weight). PiSSA (Meng et al. 2024): U√(S/s) and √(S/s)Vᵀ of the r
+    largest singular values S, s the scale; DoRA (Liu et al. 2024): the length of each row of base and factors together, as the base is
+    kept."""
     if hasattr(layer, "token_indices"):
         return {f"trainable_tokens_delta.{name}": weight[rows] for name, rows in layer.token_indices.items()}
-    values, kept, product = dict[str, torch.Tensor](), layer.get_base_layer().weight.dtype, torch.zeros((), device=weight.device)
+    if isinstance(layer, PackedLinear):
+        return {"packed": layer.take(weight)}
+    values, base, product = dict[str, torch.Tensor](), whole_layer(layer), torch.zeros((), device=weight.device)
     matrix = weight.T if layer.fan_in_fan_out else weight
     if layer.starts_at != "zero":
-        rank, scale = layer.r[NAME], layer.scaling[NAME]
-        if layer.starts_at == "pissa":
-            left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
-        else:
-            with drawing(layer.draws_by, matrix.device.type):
-                left, sizes, right_T = torch.svd_lowrank(matrix, min(rank, *matrix.shape), niter=ROUNDS)
-            right = right_T.T
-        root = (sizes[:rank] / scale).sqrt()
-        first, second = matrix.new_zeros(rank, matrix.shape[1]), matrix.new_zeros(matrix.shape[0], rank)
-        first[: len(root)], second[:, : len(root)] = root[:, None] * right[:rank], left[:, :rank] * root
-        product = scale * second @ first
+        first, second = _principal(matrix, layer.r[NAME], layer.scaling[NAME], layer.draws_by if layer.starts_at == "pissa_fast" else None)
+        product = layer.scaling[NAME] * second @ first
         matrix = matrix - product
-        values = {A[1:]: first, B[1:]: second, "base_layer.weight": matrix.T if layer.fan_in_fan_out else matrix}
+        weight = matrix.T if layer.fan_in_fan_out else matrix
+        values = {A[1:]: first, B[1:]: second, "base_layer.weight": weight}
+    if isinstance(base, PackedLinear):
+        values.pop("base_layer.weight", None)
+        values["base_layer.packed"] = base.take(weight)
     if layer.lora_magnitude_vector:
-        values[f"lora_magnitude_vector.{NAME}.weight"] = (matrix.to(kept).float() + product).norm(dim=1)
+        packed = isinstance(base, PackedLinear)
+        kept = base.unpacked(torch.float32, values["base_layer.packed"]) if packed else weight.to(base.weight.dtype).float()
+        values[f"lora_magnitude_vector.{NAME}.weight"] = ((kept.T if layer.fan_in_fan_out else kept) + product).norm(dim=1)
     return values
 
 
-def quantization(adapter: Adapter, precision: str) -> Any:
-    """transformers' config for packed frozen linear layers (all but the head) in QLoRA (Dettmers et al. 2023); None: they are not packed.
-    4bit: NormalFloat in blocks of 64 whose scales are quantised too, multiplied in the type of `precision`; 8bit: LLM.int8()."""
-    if not isinstance(adapter, LoRAConfig) or adapter.quantize == "none":
-        return None
-    from transformers import BitsAndBytesConfig
-
-    if adapter.quantize == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    compute = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute)
+def _principal(matrix: torch.Tensor, rank: int, scale: float, seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [r, in] and B [out, r] whose product times `scale` is the part of a matrix with its r largest singular values. `seed`: these are
+    found by subspace iteration from random numbers; None: exactly."""
+    if seed is None:
+        left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
+    else:
+        with drawing(seed, matrix.device.type):
+            left, sizes, right_T = torch.svd_lowrank(matrix, min(rank, *matrix.shape), niter=ROUNDS)
+        right = right_T.T
+    root = (sizes[:rank] / scale).sqrt()
+    first, second = matrix.new_zeros(rank, matrix.shape[1]), matrix.new_zeros(matrix.shape[0], rank)
+    first[: len(root)], second[:, : len(root)] = root[:, None] * right[:rank], left[:, :rank] * root
+    return first, second
 
 
 def is_adapter(name: str) -> bool:

@@ -26,7 +26,6 @@ def lay_out(
     seed: int,
     device: str = "cpu",
     dtype: Any = None,
-    quantization: Any = None,
     checkpoint_keys: frozenset[str] = frozenset(),
     head: Head = "lm",
     labels: tuple[str, ...] = (),
@@ -40,8 +39,7 @@ def lay_out(
     Parameters and persistent buffers are on the meta device, other buffers are real. A model whose weights cannot be read in parts is
     built whole on `device`; the reason is logged. Attention is transformers' own, where it has no such: its default, sdpa, or eager for a
     class without sdpa (`models.attention` lays ours over it).
-    `quantization`: transformers' config of it, for pretrained weights (see `models.adapters.quantization`). `checkpoint_keys`: names of
-    tensors that a checkpoint will fill; if these are all, no file is read.
+    `checkpoint_keys`: names of tensors that a checkpoint will fill; if these are all, no file is read.
     Raises ModelError, also if the folder lacks weights of some part of the model (transformers would draw them).
     """
     quiet()
@@ -49,10 +47,7 @@ def lay_out(
     own = model.attention in ("auto", "documents", "varlen")
     options = {"dtype": dtype or torch.float32, "attn_implementation": None if own else model.attention}
     pretrained = path if model.init == "pretrained" else None
-    packed = quantization is not None and pretrained is not None
     try:
-        if packed:
-            raise Whole("its weights are packed as they are read")
         built = _without_weights(path, model, config, options, head)
         if all(checkpoint_keys.intersection(names) for names in aliases(built)):
             return built, Loaded()
@@ -66,7 +61,6 @@ def lay_out(
         return built, replace(files, rest=Drawn(built, seed)) if lacking else files
     except Whole as reason:
         logger.warning("the whole model is built on each rank: %s", reason)
-    options |= {"quantization_config": quantization, "device_map": {"": device}} if packed else {}
     with drawing(seed):
         if pretrained is None:
             remote = {"trust_remote_code": model.trust_remote_code}
@@ -75,7 +69,7 @@ def lay_out(
             built = _pretrained(pretrained, model, config, options, head, draws)
     built = with_head(built, head)
     built.config.use_cache = False
-    return built if packed else built.to(device), Loaded()
+    return built.to(device), Loaded()
 
 
 def build_model(

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from drumline.core.model import ModelConfig
 from drumline.dist.seeds import derive, drawing
 from drumline.models import adapters
+from drumline.models.blocks import whole_layer
 from drumline.models.load import find_file
 from drumline.vendor.torch import compute_local_shape_and_global_offset
 
@@ -112,8 +113,10 @@ class Values:
         layers = [(path, layer) for path, layer in adapters.starting(model) if any(name.startswith(f"{path}.") for name in wanted)]
         for _, group in groupby(layers, lambda each: (NUMBERED.match(each[0]) or [each[0]])[0]):
             here = [*group]
-            whole = {path: torch.empty(layer.get_base_layer().weight.shape) for path, layer in here}
-            self.source.put({file_name(f"{path}.base_layer.weight"): weight for path, weight in whole.items()}, model)
+            bases = {path: whole_layer(layer) for path, layer in here}
+            names = {path: f"{path}.weight" if bases[path] is layer else f"{path}.base_layer.weight" for path, layer in here}
+            whole = {path: torch.empty(getattr(base, "shape", None) or base.weight.shape) for path, base in bases.items()}
+            self.source.put({file_name(names[path]): weight for path, weight in whole.items()}, model)
             for path, layer in here:
                 for name, value in adapters.begin(layer, whole[path].to(self.device)).items():
                     if (tensor := wanted.pop(f"{path}.{name}", None)) is not None:

@@ -20,6 +20,7 @@ from drumline.errors import ModelError
 from drumline.models import adapters
 from drumline.models.blocks import blocks, tensor_plan
 from drumline.models.head import ForwardWithObjective
+from drumline.models.packed import scales_of
 from drumline.models.shards import Values, all_tensors, canonical_tensors
 from drumline.parallel.compress import compress_ddp
 from drumline.parallel.context_parallel import apply_context_parallel
@@ -316,7 +317,7 @@ class NativeEngine(ForwardEngine):
         return canonical_tensors(self.model) | optimizer_tensors(self.optimizer, self.named)
 
     def memory_stats(self) -> MemoryStats:
-        return MemoryStats.of(self.named.values(), self._gradients(), tensors_in(*self.optimizer.state.values()))
+        return MemoryStats.of([*self.named.values(), *scales_of(self.model)], self._gradients(), tensors_in(*self.optimizer.state.values()))
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.named.values() if p.grad is not None]
@@ -338,7 +339,7 @@ def whole(name: str, tensor: torch.Tensor, device: str | torch.device) -> torch.
 
     Raises ModelError for a weight that is packed in 4 or 8 bits.
     """
-    if isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
+    if name.endswith(".packed"):
         what = f"{name} is packed, and is not handed out whole"
         raise ModelError(what, where="adapter.quantize", fix="use adapter.quantize=none for this")
     tensor = tensor.detach().to(device)

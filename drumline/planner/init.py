@@ -246,7 +246,6 @@ def lacking(config: Config) -> list[str]:
     adapter, kinds = config.adapter, {reward.kind for reward in getattr(config.algorithm, "rewards", ())}
     wanted = {
         "peft": adapter.kind == "lora",
-        "bitsandbytes": getattr(adapter, "quantize", "none") != "none",
         config.strategy.package: True,
         PACKAGES.get(config.data.train[0].kind): True,
         "pillow": config.images_alone,

@@ -7,8 +7,10 @@ from fnmatch import fnmatchcase
 from typing import Any, cast
 from weakref import WeakSet
 
+import torch
 from torch.nn import Module
 
+from drumline.core.config import LoRAConfig
 from drumline.core.model import Head
 from drumline.core.optimizer import lacking
 from drumline.core.plan import Plan
@@ -21,6 +23,7 @@ from drumline.models.build import lay_out
 from drumline.models.classes import LM
 from drumline.models.freeze import freeze, give_fp32, keep_low
 from drumline.models.head import require_next_token
+from drumline.models.packed import pack
 from drumline.models.shards import Source, Values
 from drumline.models.tape import Build, lay_out_module
 from drumline.parallel.engine import POLICY, CompositeEngine, Engine, OpenEngine, of_role
@@ -76,6 +79,8 @@ def _trained(plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Hea
         adapters.inject(model, config.adapter, config.run.seed)
     if plan.engine != "deepspeed":  # it keeps all weights low, and fp32 values of the trainable ones besides
         keep_frozen_low(plan, model)
+    if isinstance(config.adapter, LoRAConfig) and config.adapter.quantize != "none":
+        pack(model, config.adapter.quantize, gathered_in(plan) or LOW_PRECISION.get(plan.precision, torch.float32))
     values = Values(source, device, config.run.seed, checkpoint_keys)
     return config.strategy.prepare(plan, model, values) or _prepared(plan, model, values)
 
@@ -177,8 +182,8 @@ def _lay_out(plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Hea
     config = plan.config
     # A pipeline's rank keeps a part: a model that has to be built whole is cut in host memory.
     place = "cpu" if plan.engine == "pipeline" else device
-    seed, packed = derive(config.run.seed, "weights"), adapters.quantization(config.adapter, plan.precision)
-    options = {"quantization": packed, "checkpoint_keys": checkpoint_keys, "head": head, "labels": plan.labels, "draws": draws}
+    seed = derive(config.run.seed, "weights")
+    options: dict[str, Any] = {"checkpoint_keys": checkpoint_keys, "head": head, "labels": plan.labels, "draws": draws}
     model, source = lay_out(plan.model_path, config.model, seed, place, **options)
     if head != "image":
         attend_by_documents(model, plan)

@@ -39,6 +39,11 @@ KINDS = {
     "pissa": Kind({"init": "pissa"}, 1e-4),
     "saved and tokens": Kind({"modules_to_save": ["model.norm"], "trainable_tokens": [5, 70, 71], "targets": "attention"}),
     "two": Kind({"more": MORE, "targets": "attention"}),
+    # Scales of a whole matrix, whatever part of it a rank has: the same weights.
+    "4bit": Kind({"quantize": "4bit"}),
+    "8bit": Kind({"quantize": "8bit"}),
+    "4bit, dora, pissa": Kind({"quantize": "4bit", "dora": True, "init": "pissa"}, 1e-4),
+    "4bit, bf16": Kind({"quantize": "4bit"}, 3e-2, {"precision": "bf16"}),
     "dora, pissa, bf16": Kind({"dora": True, "init": "pissa_fast"}, 3e-2, {"precision": "bf16"}),
 }
 SPREADS: dict[str, tuple[int, Any]] = {
@@ -52,16 +57,16 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "pp 2": (2, "pp"),
     "tp 2": (2, "tp"),
 }
-REFUSED = {("dora", "tp 2"), ("dora, pissa, bf16", "tp 2"), ("saved and tokens", "tp 2"), ("saved and tokens", "pp 2")}
-OFTEN = ("fsdp2 2", "zero3 2")  # the others in test-full
+REFUSED = {(kind, "tp 2") for kind in KINDS if "dora" in kind or "bit" in kind or "tokens" in kind} | {("saved and tokens", "pp 2")}
+OFTEN, REST = ("fsdp2 2", "zero3 2"), ("dora, pissa, bf16", "4bit, bf16", "8bit")  # the others in test-full
 PAIRS = [
-    pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if name in OFTEN and "bf16" not in kind else pytest.mark.full)
+    pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if name in OFTEN and kind not in REST else pytest.mark.full)
     for kind in KINDS
     for name in SPREADS
     if name != "single" and (kind, name) not in REFUSED
 ]
 MOVES = [
-    pytest.param(kind, a, b, id=f"{kind}-{a} to {b}", marks=[] if (a, b) == ("fsdp2 2", "single") else pytest.mark.full)
+    pytest.param(kind, a, b, id=f"{kind}-{a} to {b}", marks=[] if b == "single" and kind not in REST else pytest.mark.full)
     for kind in KINDS
     for a, b in (("fsdp2 2", "single"), ("single", "zero3 2"), ("zero3 2", "ddp 2"), ("ddp 2", "fsdp2 2"))
 ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,10 +51,12 @@ def test_compiled_blocks_train(tmp_path: Path) -> None:
     assert figures[6] < figures[1]
 
 
-@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes; it is not installed")
+@pytest.mark.parametrize("strategy", ["single", "fsdp2", {"kind": "fsdp2", "offload": "cpu"}], ids=str)
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
-def test_qlora_learns_over_packed_weights(tmp_path: Path, bits: str) -> None:
-    ended = drumline("train", config(tmp_path, adapter={"kind": "lora", "quantize": bits}, checkpoint={"export": "last"}))
+def test_qlora_learns_over_packed_weights(tmp_path: Path, bits: str, strategy: Any) -> None:
+    """In bf16: codes lie in it, also where FSDP2 gathers them."""
+    adapter = {"kind": "lora", "quantize": bits}
+    ended = drumline("train", config(tmp_path, adapter=adapter, strategy=strategy, checkpoint={"export": "last"}))
     assert ended.code == 0, ended.err
     figures = losses(tmp_path / "run")
     assert figures[6] < figures[1]

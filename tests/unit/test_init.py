@@ -66,9 +66,9 @@ def test_init_looks_at_the_data(run: Run, model: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_init_says_what_is_to_be_installed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "bitsandbytes" else there(name, *more))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "peft" else there(name, *more))
     code, out, err = run("init", tmp_path / "q.yaml", *EIGHT_B[:2], "--cluster", "1x4090", "--adapter", "qlora", "--length", 512, "--yes")
-    assert code == 0 and "to install: pip install bitsandbytes" in out, err
+    assert code == 0 and "to install: pip install peft" in out, err
 
 
 @pytest.mark.slow

@@ -26,9 +26,13 @@ def plan(world_size: int, facts: ModelFacts | None = FACTS, **sections: Any) -> 
 @pytest.mark.parametrize(
     ("sections", "where", "says"),
     [
-        ({"adapter": LORA | {"quantize": "4bit"}, "strategy": "fsdp2"}, "adapter.quantize", "packed weights are proven whole"),
-        ({"adapter": LORA | {"quantize": "8bit"}, "strategy": "zero2"}, "adapter.quantize", "packed weights are proven whole"),
-        ({"adapter": LORA | {"quantize": "4bit"}, "model": {"init": "random"}}, "adapter.quantize", "only weights that are loaded"),
+        ({"adapter": LORA | {"quantize": "4bit"}, "strategy": "tp"}, "adapter.quantize", "a rank has parts of some"),
+        ({"adapter": LORA | {"quantize": "8bit"}, "strategy": "local_sgd"}, "adapter.quantize", "proven in step"),
+        (
+            {"adapter": LORA | {"quantize": "8bit"}, "strategy": "fsdp2", "algorithm": {"kind": "grpo", "rewards": ["math"]}},
+            "adapter.quantize",
+            "not handed out whole",
+        ),
         ({"adapter": LORA | {"dora": True}, "strategy": "tp"}, "adapter.dora", "length of whole rows"),
         ({"adapter": LORA | {"trainable_tokens": [3]}, "strategy": "pp"}, "adapter.trainable_tokens", "lie on two stages"),
         (

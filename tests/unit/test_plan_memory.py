@@ -221,7 +221,7 @@ def test_adapters_leave_little_to_learn() -> None:
     assert [lora.parameters, lora.gradients, lora.optimizer] == [4 * facts.parameters, 4 * LAYERS * 8 * H, 8 * LAYERS * 8 * H]
     packed = of({"kind": "single"}, 1, facts=facts, adapter={"kind": "lora", "quantize": "8bit"})
     linear = LAYERS * (PER_BLOCK - 2 * H)
-    assert packed.parameters == lora.parameters - 3 * linear
+    assert packed.parameters == lora.parameters - 3 * linear + linear // 64
 
     def full(**adapter: Any) -> Memory:
         adapter, memory_ = {"kind": "lora", **adapter}, {"activation_checkpointing": "full"}

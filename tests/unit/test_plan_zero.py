@@ -140,9 +140,8 @@ def test_a_bad_file_is_one_line(tmp_path: Path, text: str | None, said: str) -> 
         ({"kind": "zero3", "zeropp": {"quantized_weights": True}}, {}, "ZeRO\\+\\+ quantisation × CPU"),
         ({"kind": "zero3", "zeropp": {"hierarchical_partition": 3}}, {}, "hierarchical_partition"),
         ({"kind": "zero1", "offload_optimizer": {"kind": "nvme", "path": "/n"}}, {}, "NVMe"),
-        ({"kind": "zero2"}, {"adapter": {"kind": "lora", "quantize": "4bit"}}, "QLoRA"),
     ],
-    ids=["compile", "quantised", "hpz", "nvme", "qlora"],
+    ids=["compile", "quantised", "hpz", "nvme"],
 )
 def test_rules(strategy: dict[str, Any], sections: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):

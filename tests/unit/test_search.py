@@ -49,7 +49,10 @@ TABLE: dict[str, tuple[Callable[[], Question], set[str], set[str], set[str]]] = 
         asks("8b", "4x4090", "lora"), {"fsdp2", "fsdp2 grad-op", "zero3", "tp", "pp", "fsdp2 × tp", "fsdp2 × pp", "pp × tp"},
         {"single", "ddp"}, {"fsdp2"},
     ),
-    "8B with QLoRA: packed weights are whole on each": (asks("8b", "2xa100-80g", "4bit"), {"ddp"}, set(), {"ddp"}),
+    "8B with QLoRA: a copy on each, or codes sharded": (asks("8b", "2xa100-80g", "4bit"), {"ddp", "fsdp2", "zero3"}, set(), {"ddp"}),
+    "70B with QLoRA on 2 × 24 GB: 35 GB of codes on the host": (
+        asks("70b", "2x4090", "4bit"), {"fsdp2 offload", "zero3 offload"}, {"single", "ddp", "fsdp2"}, set(),
+    ),
     "70B on 64 H100: state fits where all of them share it": (
         asks("70b", {"device": "h100-80g", "per_node": 8, "nodes": 8, "inter": "8x400Gb"}, batch={"global_samples": 128}),
         {"fsdp2", "fsdp2 grad-op", "fsdp2 hybrid", "zero3", "fsdp2 × tp", "fsdp2 × pp", "fsdp2 × cp", "ddp × pp × tp", "fsdp2 × pp × tp",
@@ -169,7 +172,7 @@ RULED: list[tuple[Callable[[], Question], str, str]] = [
     (asks("9 heads", "2xh100-80g", batch=BATCH), "tp", "must divide by tp"),
     (lambda: replace(question("1b", "2xh100-80g"), deepspeed=False), "zero2", "deepspeed is not installed"),
     (lambda: replace(question("1b", "2xh100-80g"), processes=True), "single", "it is one process, and there are 2"),
-    (asks("8b", "4x4090", "4bit"), "fsdp2", "packed weights are proven whole on each rank only"),
+    (asks("8b", "4x4090", "4bit"), "tp", "scales belong to blocks along whole rows of a weight"),
     (asks("1b", "8xh100-80g", batch={"global_samples": 12}), "ddp", "12 samples does not divide by 8 data ranks"),
     (asks("1b", "2xh100-80g", batch={"global_samples": 64}, data={"train": [{"kind": "file", "path": "x"}], "max_length": 4095}), "cp",
      "4095 tokens do not divide into 2 parts"),

@@ -11,14 +11,15 @@ host_memory                                  ──▶ bytes of a host: while we
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from drumline.core.cost import FULL, LOW, WIDTH, Buffers, State, entry_bytes, kind_of
 from drumline.core.estimate import PROCESS, Activations, HostMemory, Memory
-from drumline.core.facts import ModelFacts, Part, end_weights, ends, part, part_of, rank_params
+from drumline.core.facts import ModelFacts, Part, end_weights, ends, largest_block, packed, packed_scales, part, part_of, rank_params
 from drumline.core.plan import Layout
 from drumline.core.rollouts import ContinuousGenerator, VLLMGenerator
-from drumline.core.rule import plain
+from drumline.core.rule import packed_bits, plain
 from drumline.hardware.cluster import Cluster
 from drumline.planner.cost.activations import block_of, formula, head_bytes, tower_bytes
 
@@ -50,8 +51,25 @@ def stage_of(layout: Layout, facts: ModelFacts, rank: int) -> Part:
 
 def state_of(layout: Layout, facts: ModelFacts, mine: Part) -> State:
     """What a rank with this part of the model holds between steps."""
-    state = layout.strategy.state(layout, facts, mine)
+    state, bits = layout.strategy.state(layout, as_kept(layout, facts), mine), packed_bits(layout.config)
+    if bits:
+        state = replace(state, parameters=state.parameters + packed_scales(facts, mine, bits)[0])
     return state if layout.device == "cuda" else state.here()
+
+
+def as_kept(layout: Layout, facts: ModelFacts) -> ModelFacts:
+    """The model with frozen linear layers as they are kept: what strategies hold and send is of these."""
+    bits = packed_bits(layout.config)
+    return packed(facts, bits, WIDTH[layout.precision]) if bits else facts
+
+
+def _unpacked(layout: Layout, facts: ModelFacts, mine: Part) -> float:
+    """Bytes while a packed layer computes: its weight; on a CPU, where no kernel unpacks, also two fp32 copies."""
+    bits = packed_bits(layout.config)
+    if not bits:
+        return 0.0
+    copies = 0 if layout.device == "cuda" else FULL * (2 if bits == 4 else 1)
+    return (copies + (LOW if layout.precision != "fp32" or layout.device == "cuda" else 0)) * packed_scales(facts, mine, bits)[1]
 
 
 def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, rank: int, engine: int = 0) -> Memory:
@@ -59,7 +77,9 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
     mine = stage_of(layout, facts, rank)
     state, other = state_of(layout, facts, mine), auxiliary_of(layout, facts, rank)
     kept = activations or formula(layout, facts)
-    phases = _phases(layout, facts, mine, rank, state, layout.strategy.buffers(layout, facts, mine, state, kept), kept)
+    buffers, unpacked = layout.strategy.buffers(layout, as_kept(layout, facts), mine, state, kept), _unpacked(layout, facts, mine)
+    buffers = replace(buffers, block=buffers.block + unpacked, backward=buffers.backward + unpacked)
+    phases = _phases(layout, facts, mine, rank, state, buffers, kept)
     phases["rollout"] = Phase(0.0, _rollout(layout, facts), 0.0, 0.0)
     beside = engine + (WIDTH[layout.precision] * facts.parameters if samples_copy(layout) else 0)
     base = state.parameters + state.optimizer + other.parameters + other.optimizer + beside
@@ -248,14 +268,15 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
     """Bytes of one host with all of its ranks. `peak`: of the fullest one's tensors (memory.memory), which on a CPU are part of it."""
     ranks = max(1, min(cluster.per_node, layout.mesh.world_size))
     state = state_of(layout, facts, stage_of(layout, facts, 0))
-    own = layout.strategy.host(layout, facts, state.device if layout.device == "cpu" else state.host)
+    own = layout.strategy.host(layout, as_kept(layout, facts), state.device if layout.device == "cpu" else state.host)
     weights = FULL * facts.parameters
     kept = (FULL * (1 + layout.config.optimizer.slots) + layout.strategy.outer_bytes()) * facts.trainable
     world, copies = layout.mesh.world_size, layout.config.checkpoint.memory_copies
     saved = own.copies * -(-kept // world)
     in_memory = copies * kept * min(world, 2 * ranks) // world  # /dev/shm has this host's part, and the one of its neighbour
+    block = FULL * largest_block(facts, stage_of(layout, facts, 0)).entries * (packed_bits(layout.config) > 0)  # read whole, to be packed
     return HostMemory(
-        load=ranks * (own.load + PROCESS) + min(WINDOW, weights) + in_memory // 2,
+        load=ranks * (own.load + block + PROCESS) + min(WINDOW, weights) + in_memory // 2,
         train=ranks * ((peak if layout.device == "cpu" else own.between) + PROCESS) + in_memory,
         save=ranks * (own.between + PROCESS + saved) + in_memory,
         # Rank 0 builds the whole model in fp32, adapters merged.

@@ -22,7 +22,7 @@ from drumline.core.plan import Layout
 from drumline.core.rollouts import VLLMGenerator
 from drumline.core.stages import bubble, stage_cost
 from drumline.hardware.cluster import Cluster
-from drumline.planner.cost.memory import host_memory, memory, samples_copy
+from drumline.planner.cost.memory import as_kept, host_memory, memory, samples_copy
 from drumline.planner.cost.traffic import flows
 
 # Bytes in 16-bit precisions. Eager: four published runs of torchtitan on H100 (7B with full and selective AC, 8B on 8 and on 128), within
@@ -156,7 +156,7 @@ def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) ->
         step = moved * on_host / HOST_BANDWIDTH
     if place == "none" or (layout.device == "cpu" and place != "nvme"):
         return step, 0.0
-    copied = strategy.copied(layout, facts, trainable)
+    copied = strategy.copied(layout, as_kept(layout, facts), trainable)
     taken = cluster.host_seconds("to_device", copied.up) + cluster.host_seconds("to_host", copied.down)
     if copied.hidden:
         return step, max(0.0, taken - busy)

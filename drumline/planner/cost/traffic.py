@@ -10,6 +10,7 @@ from drumline.core.cost import WIDTH, Axis, Volume, kind_of
 from drumline.core.facts import ModelFacts, cut_dimension, cut_weights, part, tp_ranks, weights_of
 from drumline.core.model import Head
 from drumline.core.plan import Layout
+from drumline.planner.cost.memory import as_kept
 
 
 def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:
@@ -27,9 +28,10 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:
         volume.part = 1.0
         batch_norms(volume, layout, model)
         for tp_rank, share in tp_ranks(model, mesh.tp):
-            has = cut_weights(model, mesh.pp > 1, mesh.tp, tp_rank, strategy.shards(mesh), wrap and tuple(wrap))
+            kept = as_kept(layout, model) if model is facts else model
+            has = cut_weights(kept, mesh.pp > 1, mesh.tp, tp_rank, strategy.shards(mesh), wrap and tuple(wrap))
             volume.part = share / mesh.pp  # all stages together, dealt to their ranks
-            strategy.send(volume, layout, model, has, step)
+            strategy.send(volume, layout, kept, has, step)
             pipeline(volume, layout, model, has)
             volume.part = share
             strategy.send_norm(volume, layout, model, has)

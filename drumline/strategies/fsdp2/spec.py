@@ -26,6 +26,7 @@ class FSDP2Strategy(Degrees):
     simplicity: ClassVar[int] = 3
     compared: ClassVar[bool] = True
     in_step: ClassVar[bool] = True
+    takes_packed: ClassVar[bool] = True
     whole_weights: ClassVar[bool] = False
     reserve: ClassVar[float] = 1.24
     lacks = (
@@ -180,7 +181,12 @@ class FSDP2Strategy(Degrees):
 
     def copied(self, layout: Layout, facts: ModelFacts, trainable: float) -> Copied:
         rounds, mesh = layout.batch.accumulation, layout.mesh
-        up = 4 * facts.parameters / (mesh.tp * mesh.pp * self.shards(mesh)) * rounds * (2 if self.reshard_after_forward else 1)
+        up = (
+            (4 * facts.trainable + WIDTH[layout.precision] * facts.frozen)
+            / (mesh.tp * mesh.pp * self.shards(mesh))
+            * rounds
+            * (2 if self.reshard_after_forward else 1)
+        )
         return Copied(up, 4 * trainable * (rounds if self.sync_each_micro_batch else 1), hidden=True)
 
     def spread(self, plan: Plan, whole: Any, model: Any, roots: list[tuple[Any, Any]], values: Any) -> Any:

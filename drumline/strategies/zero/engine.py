@@ -33,6 +33,7 @@ from drumline.core.plan import Plan
 from drumline.core.redact import reveal
 from drumline.models.adapters import borrowed
 from drumline.models.head import ForwardWithObjective, any_batch, split
+from drumline.models.packed import scales_of
 from drumline.models.scores import score_head
 from drumline.models.shards import Values, all_tensors, canonical_tensors
 from drumline.parallel.data_parallel import Spread
@@ -272,7 +273,7 @@ class DeepSpeedEngine(ForwardEngine):
 
     def memory_stats(self) -> MemoryStats:
         """ZeRO 3 counts what it has cut, not what it has gathered."""
-        weights = [getattr(p, "ds_tensor", p) for p in self.model.parameters()]
+        weights = [*(getattr(p, "ds_tensor", p) for p in self.model.parameters()), *scales_of(self.model)]
         # Outside of its step, ZeRO 3 hides its masters from the optimizer; in fp32 they are the weights themselves.
         masters = tensors_in(getattr(self.zero, "fp32_partitioned_groups_flat", None) or [g["params"] for g in self.zero.param_groups])
         own = tensors_in(*((p.grad, getattr(p, "grad_accum", None)) for p in (*self.model.parameters(), *masters)))

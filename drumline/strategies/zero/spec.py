@@ -31,6 +31,7 @@ class Zero(ZeroCosts):
     simplicity: ClassVar[int] = 4
     compared: ClassVar[bool] = True
     in_step: ClassVar[bool] = True
+    takes_packed: ClassVar[bool] = True
     package: ClassVar[str | None] = "deepspeed"
     reserve: ClassVar[float] = 1.05
     lacks = (
