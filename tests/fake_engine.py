@@ -32,6 +32,9 @@ class FakeEngine:
             sums["loss"] = self.gradient = self.fail_at[self.calls]
         return {key: torch.tensor(value, dtype=torch.float64) for key, value in sums.items()}
 
+    def begin_step(self, lr: float) -> None:
+        pass
+
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         losses = [float(((self.weight - _learned(b)) ** 2).sum() / 2) for b in micro_batches]
         return {"loss": sum(losses), "tokens": 1.0, "correct": 0.0}

@@ -165,7 +165,10 @@ def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
     low = has.frozen if layout.pure else has.low
     weights = entry_bytes(layout) * (has.entries - low) + WIDTH[layout.precision] * low
     kept = moments(facts, mine, tp, shards, layout.config.optimizer, low_moments(layout)) + layout.strategy.outer_bytes() * has.trainable
-    state = weights, entry_bytes(layout) * has.trainable, kept
+    options, gradients = layout.config.optimizer, entry_bytes(layout) * has.trainable
+    if options.offload:  # beside moments weights and gradients, which stay there between steps
+        return State(weights, gradients, 0, host_optimizer=kept + 2 * FULL * has.trainable)
+    state = weights, 0 if options.in_backward else gradients, kept
     return State(0, 0, 0, *state) if layout.strategy.offloads()[0] == "cpu" else State(*state)
 
 

@@ -82,6 +82,12 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(0.0, ge=0, le=1000, description="Applies to matrices only, not to biases and norms.")
     max_grad_norm: float | None = Field(1.0, gt=0, le=10**12, description="Clip gradients to this global L2 norm; null: never.")
     fused: bool = Field(True, description="Use torch's fused optimizer kernel where there is one.")
+    in_backward: bool = Field(
+        False, description="Update each parameter as soon as its gradient is there, which is then gone: no clipping, no accumulation."
+    )
+    offload: bool = Field(
+        False, description="Keep moments and a copy of the trainable weights in host memory, and step there; weights stay on the device."
+    )
     groups: tuple[OptimizerGroup, ...] = Field((), description="Parameters with a rate of their own; the first that matches has it.")
 
     @property
@@ -153,10 +159,48 @@ def refusals(case: Case) -> Iterator[Refusal]:
     if case.strategy.exchange is not None and not options.does.drifts:
         reason = "a checkpoint has the mean of the copies' moments, which is taken of fp32 moments with one step in common"
         yield Refusal(f"{options.kind} × copies that drift apart", reason, "use strategy=ddp, or optimizer.kind=adamw", where)
+    if options.in_backward or options.offload:
+        yield from _in_turn(case)
     if options.kind == "schedule_free":
         yield from _schedule_free(case, where)
     if case.config.precision.master == "bf16":
         yield from _pure(case, "precision.master")
+
+
+ACCUMULATES = Refusal(
+    "in_backward × accumulation", "a gradient is used and gone before the next micro-batch adds to it", "use accumulation 1: a larger"
+    " micro_batch, or more ranks", "optimizer.in_backward",
+)  # fmt: skip
+
+
+def _in_turn(case: Case) -> Iterator[Refusal]:
+    """Of optimizers that go parameter by parameter."""
+    config, options, mesh, strategy = case.config, case.config.optimizer, case.mesh, case.strategy
+    name = "in_backward" if options.in_backward else "offload"
+    where = f"optimizer.{name}"
+    if options.in_backward and options.offload:
+        yield Refusal("in_backward × offload", "a step on the host waits for all gradients", "take one of the two out", where)
+    each = ("adamw", "sgd", "lion", *(FORMATS if options.in_backward else ()))
+    if options.kind not in each:
+        yield Refusal(f"{name} × {options.kind}", "it goes parameter by parameter, on any rank alike", f"use {', '.join(each)}", where)
+    if strategy.engine(mesh) != "native" or strategy.exchange is not None or config.plain:
+        reason = "it is proven for Drumline's own engine, where ranks are in step"
+        yield Refusal(f"{name} × the strategy", reason, "use strategy=ddp or fsdp2; ZeRO has offload_optimizer", where)
+    if config.precision.master == "bf16":
+        yield Refusal(f"{name} × master=bf16", "its steps round by the number of a parameter among all", "use precision.master=fp32", where)
+    if options.offload and strategy.offloads()[0] != "none":
+        yield Refusal("offload × a strategy that offloads", "its optimizer is on the host already", f"take {where} out", where)
+    if not options.in_backward:
+        return
+    if options.max_grad_norm is not None:
+        reason = "the norm is known when the last gradient is there, and the others are used by then"
+        yield Refusal("in_backward × clipping", reason, "set optimizer.max_grad_norm=null", where)
+    if strategy.data_parallel(mesh) not in ("none", "fsdp2"):
+        reason = "gradients of copies are averaged in buckets, after they have come"
+        yield Refusal("in_backward × copies of the model", reason, "use strategy=fsdp2", where)
+    if case.precision == "fp16" or config.health.on_nan == "skip" or config.health.on_spike in ("skip", "rollback"):
+        reason = "a step that is not finite, or jumps, is taken by the time that it is seen"
+        yield Refusal("in_backward × steps that may be skipped", reason, "use precision=bf16, on_nan=stop and on_spike=note", where)
 
 
 def _pure(case: Case, where: str) -> Iterator[Refusal]:

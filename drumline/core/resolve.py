@@ -14,6 +14,7 @@ from drumline.core.estimate import PROCESS
 from drumline.core.explain import size
 from drumline.core.facts import ModelFacts
 from drumline.core.mesh import Mesh
+from drumline.core.optimizer import ACCUMULATES
 from drumline.core.plan import BatchPlan, DataPlan, Layout, Plan, Predicted, RolePlan
 from drumline.core.rule import Case
 from drumline.core.rules import check_rules
@@ -91,6 +92,8 @@ def lay_out(
     that was chosen. Raises PlanError where stages, rollouts or steps do not come out whole."""
     config, mesh, strategy, facts = case.config, case.mesh, case.config.strategy, case.facts
     why = [] if why is None else why
+    if config.optimizer.in_backward and batch.accumulation > 1:
+        raise ACCUMULATES.error()
     pipeline = plan_pipeline(mesh, strategy, batch, facts, why)
     sizes = facts.roles if facts is not None else {}
     layers = {name: stage_layers(mesh, strategy, sizes[name]) for name in roles if name in sizes}

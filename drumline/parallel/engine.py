@@ -34,6 +34,9 @@ class Engine(Protocol):
     norm), for an optimizer without a fused kernel, and for gradients in host memory.
     """
 
+    def begin_step(self, lr: float) -> None:
+        """The learning rate of the step that begins, for an engine whose weights are updated in backward; others have it by `step`."""
+
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
         """Accumulate the gradients of Σ loss / denominator over all samples of all ranks. Returns the sums, `loss` among them."""
 
@@ -155,6 +158,10 @@ class CompositeEngine:
         self.engines, self.rates = engines, rates
         self.policy = engines[POLICY]
         self.infer, self.whole_weights, self.unsharded_model = self.policy.infer, self.policy.whole_weights, self.policy.unsharded_model
+
+    def begin_step(self, lr: float) -> None:
+        for role, engine in self.engines.items():
+            engine.begin_step(lr * self.rates.get(role, 1.0))
 
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
         assert objective.keys() == self.engines.keys(), "each trainable model has an objective"

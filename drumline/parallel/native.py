@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -26,8 +26,9 @@ from drumline.parallel.compress import compress_ddp
 from drumline.parallel.context_parallel import apply_context_parallel
 from drumline.parallel.data_parallel import BucketedAllReduce, Replicated, Sharded, Spread, Unreplicated
 from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, total
+from drumline.parallel.in_turn import InBackward, OnHost
 from drumline.parallel.low import LowAdamW
-from drumline.parallel.norms import LossScale, global_norm, local
+from drumline.parallel.norms import LossScale, global_norm, local, total_norm
 from drumline.parallel.optimizer import (
     MakeOptimizer,
     as_saved,
@@ -167,6 +168,9 @@ class ForwardEngine:
     def exposed_communication(self) -> float | None:
         return self.spread.exposed_communication()
 
+    def begin_step(self, lr: float) -> None:
+        """See Engine."""
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
         trains = torch.is_grad_enabled()
         with self._autocast():
@@ -235,9 +239,14 @@ class NativeEngine(ForwardEngine):
         matrices = frozenset(name for name, parameter in self.named.items() if id(parameter) in inner)
         seed = plan.config.run.seed
         low = (lambda groups: LowAdamW(groups, options, plan.config.precision, seed)) if plan.pure else None
-        self.optimizer: Any = build_optimizer(self.named, options, own, matrices, low)
+        goes = InBackward if options.in_backward else OnHost if options.offload else None
+        if goes is None or own is not None:
+            self.optimizer: Any = build_optimizer(self.named, options, own, matrices, low)
+        else:
+            self.optimizer = goes(self.named, lambda some: build_optimizer(some, options))
         # Fused kernels leave all as it is where `found_inf` is 1; for others the host decides.
-        self.masks = all(group.get("fused") for group in self.optimizer.param_groups) and not self.loss_scale.enabled
+        fused = all(group.get("fused") for group in self.optimizer.param_groups) and not isinstance(self.optimizer, OnHost)
+        self.masks = fused and not self.loss_scale.enabled
         self.model.train()
 
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
@@ -266,7 +275,13 @@ class NativeEngine(ForwardEngine):
         if gradients := [local(g) for g in self._gradients()]:
             foreach_mul_(gradients, (1.0 / by).to(gradients[0]))
 
+    def begin_step(self, lr: float) -> None:
+        if isinstance(self.optimizer, InBackward):
+            set_rate(cast(Any, self.optimizer), lr)
+
     def grad_norm(self) -> torch.Tensor:
+        if isinstance(self.optimizer, InBackward):
+            return total_norm(self.optimizer.squares, self.device)
         self.loss_scale.unscale([local(g) for g in self._gradients()])
         counted = [p.grad for name, p in self.named.items() if p.grad is not None and name not in self.counted_elsewhere]
         return global_norm(counted, self.device, self.group)
@@ -309,6 +324,8 @@ class NativeEngine(ForwardEngine):
             load_saved(tensor, tensors.get(name, tensor))
         for group in self.optimizer.param_groups:
             group.update(state.get("optimizer", {}))
+        if isinstance(self.optimizer, OnHost):
+            self.optimizer.refresh()
         self.loss_scale.load(state.get("scaler", {}))
         if isinstance(self.spread, Replicated) and self.spread.compressor:
             self.spread.compressor.step = state["step"]
@@ -317,7 +334,11 @@ class NativeEngine(ForwardEngine):
         return canonical_tensors(self.model) | optimizer_tensors(self.optimizer, self.named)
 
     def memory_stats(self) -> MemoryStats:
-        return MemoryStats.of([*self.named.values(), *scales_of(self.model)], self._gradients(), tensors_in(*self.optimizer.state.values()))
+        return MemoryStats.of(
+            [*self.named.values(), *scales_of(self.model)],
+            self._gradients(),
+            [*tensors_in(*self.optimizer.state.values()), *getattr(self.optimizer, "copies", ())],
+        )
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.named.values() if p.grad is not None]

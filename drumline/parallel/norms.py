@@ -13,6 +13,7 @@ from drumline.vendor.torch import foreach_mul_, foreach_norm
 # As torch.amp.GradScaler: doubled after so many steps without an overflow, halved at one.
 GROWTH_INTERVAL = 2000
 Place = tuple[dist.ProcessGroup, ...]
+Squares = dict[Place, torch.Tensor]  # by the groups that hold the other parts: the sum of this rank's squares, fp64
 
 
 def global_norm(gradients: list[torch.Tensor], device: str | torch.device, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -22,15 +23,27 @@ def global_norm(gradients: list[torch.Tensor], device: str | torch.device, group
     Entries are squared and summed in fp32 where they lie, summed over the groups that hold the other parts on `device`, the one of the
     mesh, then added: gradients may lie in host memory, and a rank may have none. Collective.
     """
+    found: Squares = {}
+    add_squares(found, gradients)
+    return total_norm(found, device, group)
+
+
+def add_squares(found: Squares, gradients: list[torch.Tensor]) -> None:
+    """Add this rank's squares of gradients to those that were found before."""
     by_place: dict[Place, list[torch.Tensor]] = {}
     for gradient in gradients:
         by_place.setdefault(spread_over(gradient), []).append(local(gradient))
-    total = torch.zeros((), device=device, dtype=torch.float64)
     for groups, parts in by_place.items():
         here = [part for part in parts if part.numel()]  # a rank may hold none: a head of one row has one shard
-        squares = torch.zeros_like(total)
-        if here:
-            squares += torch.stack(foreach_norm(here, 2.0, dtype=torch.float32)).double().square().sum().to(device)
+        squares = torch.stack(foreach_norm(here, 2.0, dtype=torch.float32)).double().square().sum() if here else 0.0
+        found[groups] = found.get(groups, torch.zeros((), device=parts[0].device, dtype=torch.float64)) + squares
+
+
+def total_norm(found: Squares, device: str | torch.device, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The norm that squares make over all ranks, which have the same places; see global_norm."""
+    total = torch.zeros((), device=device, dtype=torch.float64)
+    for groups, here in found.items():
+        squares = here.to(device)
         for over in groups:
             dist.all_reduce(squares, group=over)
         total += squares

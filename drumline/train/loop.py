@@ -156,6 +156,8 @@ class Loop:
         denominator = max(1.0, weight)
         seed_step(self.plan.config.run.seed, step, *self.plan.mesh.stream(self.gather.rank))
         heartbeat.beat("forward")
+        lr = self.plan.lr * self.plan.config.schedule.rate(step, self.plan.steps or 1, self.plan.warmup_steps)
+        self.engine.begin_step(lr)
         with self.measure.watch(step):
             sums = self.engine.forward_backward(batch.micro_batches, self.algorithm.objective, denominator)
         waited = self.engine.exposed_communication()
@@ -169,7 +171,6 @@ class Loop:
         if gathered is None:
             gathered = self.gather.start({**sums, SQUARES: grad_norm.square()}, *shared)
         loss = sums["loss"] if self.alone else gathered["loss"]
-        lr = self.plan.lr * self.plan.config.schedule.rate(step, self.plan.steps or 1, self.plan.warmup_steps)
         ids = batch.sample_ids[batch.sample_ids >= 0]
         flight = Flight(gathered, step + 1, denominator, batch.position, ids, int(tokens), lr, started - data_s, data_s)
         finite = self.spikes.allows(flight, loss, torch.isfinite(loss) & torch.isfinite(grad_norm))

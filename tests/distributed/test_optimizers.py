@@ -49,6 +49,8 @@ KINDS = {
     "bf16, stochastic": Kind({}, 2e-2, {"precision": {"kind": "bf16", "master": "bf16"}}),
     "bf16, kahan": Kind({}, 2e-2, {"precision": {"kind": "bf16", "master": "bf16", "rounding": "kahan"}}),
     "schedule_free": Kind({"kind": "schedule_free"}, 1e-5, {"schedule": "constant"}),
+    "in backward": Kind({"in_backward": True, "max_grad_norm": None}, 1e-5, {"batch": {"accumulation": 1, "micro_batch": None}}),
+    "on host": Kind({"offload": True}, 1e-5),
 }
 SPREADS: dict[str, tuple[int, Any]] = {
     "single": (1, "single"),
@@ -57,7 +59,9 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "tp 2": (2, "tp"),
     "pp 2": (2, "pp"),
     "fsdp2 2, offload": (2, {"kind": "fsdp2", "offload": "cpu"}),
+    "fsdp2 2 x tp 2": (4, {"kind": "fsdp2", "tp": 2}),
 }
+ONLY = {"in backward": ("single", "fsdp2 2", "tp 2", "fsdp2 2, offload"), "on host": ("single", "ddp 2", "fsdp2 2", "tp 2")}
 REST = ("groups", "adamw_4bit", "bf16, kahan")  # the units have what is theirs alone
 AGAIN = pytest.mark.full
 LOW = ("single", "ddp 2", "fsdp2 2", "fsdp2 2, offload")  # of these alone is pure bf16 asked
@@ -65,14 +69,14 @@ PAIRS = [
     pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if name == "fsdp2 2" and kind not in REST else AGAIN)
     for kind in KINDS
     for name in SPREADS
-    if name in LOW or "bf16" not in kind
+    if name in (LOW if "bf16" in kind else ONLY.get(kind, SPREADS)) and (name != "fsdp2 2 x tp 2" or kind in ("muon", "adafactor"))
 ]
 ROUND = ("fsdp2 2", "single", "tp 2", "pp 2", "ddp 2", "fsdp2 2")
 LOW_ROUND = ("fsdp2 2", "single", "ddp 2", "fsdp2 2")
 MOVES = [
     pytest.param(kind, a, b, id=f"{kind}-{a} to {b}", marks=[] if a == "fsdp2 2" and kind not in REST else AGAIN)
     for kind in KINDS
-    for a, b in pairwise(LOW_ROUND if "bf16" in kind else ROUND)
+    for a, b in pairwise(LOW_ROUND if "bf16" in kind else [name for name in ROUND if name in ONLY.get(kind, ROUND)])
 ]
 
 
@@ -108,8 +112,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     root = tmp_path_factory.mktemp("optimizers")
     # Some tensors have 4,096 entries on a rank of two, and some fewer.
     tiny_model_dir(root / "model", layers=2, hidden=64)
-    for ranks in (1, 2):
-        run_plans([plan(root, slug(k, n), k, n) for k, n in dict.fromkeys(whole) if SPREADS[n][0] == ranks], ranks, counted=True)
+    for ranks in (1, 2, 4):
+        if plans := [plan(root, slug(k, n), k, n) for k, n in dict.fromkeys(whole) if SPREADS[n][0] == ranks]:
+            run_plans(plans, ranks, counted=True)
     for ranks in (1, 2):
         plans = []
         for kind, a, b in moves:

@@ -45,6 +45,16 @@ def test_resume_is_exact_when_deterministic(tmp_path: Path) -> None:
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("option", ["in_backward", "offload"])
+def test_steps_parameter_by_parameter_are_those_of_a_whole_step(tmp_path: Path, option: str) -> None:
+    """On FSDP2's streams, and with copies that run beside steps on the host."""
+    batch = {"micro_batch": 4, "accumulation": 1}
+    path = config(tmp_path, strategy="fsdp2", precision={"kind": "fp32", "tf32": False}, optimizer={"max_grad_norm": None}, batch=batch)
+    for name, value in (("whole", "false"), ("parts", "true")):
+        assert drumline("train", path, f"run.dir={tmp_path / name}", f"optimizer.{option}={value}").code == 0
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
 def test_compiled_blocks_train(tmp_path: Path) -> None:
     assert drumline("train", config(tmp_path, compile={"enabled": True}), timeout=280).code == 0
     figures = losses(tmp_path / "run")

@@ -16,7 +16,9 @@ from drumline.core.facts import Weight
 from drumline.core.optimizer import KINDS, lacking, refusals
 from drumline.core.rule import Case
 from drumline.errors import EnvironmentFault
+from drumline.parallel.in_turn import InBackward, OnHost
 from drumline.parallel.low import LowAdamW, rounded
+from drumline.parallel.norms import global_norm, total_norm
 from drumline.parallel.optimizer import as_saved, build_optimizer, load_saved, optimizer_tensors, set_rate, take_step
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
 
@@ -170,6 +172,38 @@ def test_groups_have_rates_and_decay_of_their_own() -> None:
     assert lacking(options, list(SHAPES)) is None and lacking(options, ["embed.weight", "norm"]) == "*mlp*"
 
 
+@pytest.mark.parametrize("kind", ["adamw", "lion", "adamw_8bit"])
+def test_updates_in_backward_are_those_of_a_step(kind: str) -> None:
+    """Bit for bit, with the norm of all gradients; none of them is left."""
+    options, mine, others = OptimizerConfig(kind=kind, lr=1e-2, weight_decay=0.1), parameters(), parameters()
+    early, plain = InBackward(mine, lambda some: build_optimizer(some, options)), build_optimizer(others, options)
+    for seed in range(3):
+        for named in (mine, others):
+            torch.manual_seed(seed)
+            torch.stack([(p * torch.randn_like(p)).sum() for p in named.values()]).sum().backward()
+        norm = global_norm([p.grad for p in others.values() if p.grad is not None], "cpu")
+        torch.testing.assert_close(total_norm(early.squares, "cpu"), norm)
+        assert not any(p.grad is not None for p in mine.values())
+        take_step(plain)
+        for optimizer in (early, plain):
+            optimizer.zero_grad()
+        assert all(torch.equal(mine[name], others[name]) for name in SHAPES)
+
+
+def test_steps_on_the_host_are_those_of_the_device() -> None:
+    options, mine, others = OptimizerConfig(lr=1e-2), parameters(), parameters()
+    host, plain = OnHost(mine, lambda some: build_optimizer(some, options)), build_optimizer(others, options)
+    learn(mine, host, range(3))
+    learn(others, plain, range(3))
+    assert all(torch.equal(mine[name], others[name]) for name in SHAPES)
+    assert optimizer_tensors(host, mine).keys() == optimizer_tensors(plain, others).keys()  # type: ignore[arg-type]
+    with torch.no_grad():
+        mine["norm.weight"].zero_()
+    host.refresh()
+    learn(mine, host, range(3, 4))
+    assert mine["norm.weight"].abs().max() < 0.1, "as a checkpoint has filled it"
+
+
 def refused(strategy: str, **optimizer: Any) -> list[str]:
     config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, "strategy": strategy, "optimizer": optimizer})
     return [refusal.name for refusal in refusals(Case(config, config.strategy.mesh(2), "cpu", "fp32", None))]
@@ -181,6 +215,13 @@ def test_what_does_not_go_together_is_refused() -> None:
     assert refused("diloco", kind="adamw_8bit") == ["adamw_8bit × copies that drift apart"]
     assert refused("zero1", kind="muon") == ["muon × ZeRO"]
     assert refused("ddp", kind="schedule_free") == ["schedule_free × a schedule"]
+    early, host = {"in_backward": True, "max_grad_norm": None}, {"offload": True}
+    assert refused("fsdp2", **early) == refused("fsdp2", kind="adamw_8bit", **early) == refused("ddp", **host) == []
+    assert refused("fsdp2", in_backward=True) == ["in_backward × clipping"]
+    assert refused("ddp", **early) == ["in_backward × copies of the model"]
+    assert refused("zero3", **host) == refused("pp", **host) == ["offload × the strategy"]
+    assert refused("fsdp2", kind="muon", **early) == ["in_backward × muon"]
+    assert refused("fsdp2", **early, **host) == ["in_backward × offload"]
     assert refused("fsdp2", kind="adamw_8bit") == refused("diloco", kind="lion") == refused("zero2", kind="sgd") == []
 
 

@@ -35,6 +35,7 @@ class Block:
     head_norms: bool
     products: tuple[tuple[int, bool], ...]  # of all matrix products as they run: outputs, and whether tensor parallelism cuts them
     ranks: int  # of all adapters, added up
+    lengths: int  # of rows of adapted weights, that DoRA trains
     adapted: frozenset[str]  # which of qkv, out, up, down have an adapter
     trainable: bool  # its own weights are
     heads: int
@@ -70,6 +71,7 @@ def block_of(facts: ModelFacts) -> Block:
         head_norms=any(w.shape[0] != facts.hidden for w in norms),
         products=tuple((_sides(w)[1], w.style.startswith("colwise")) for w in linear),
         ranks=sum(min(w.shape) for w in factors),
+        lengths=sum(w.numel for w in weights if ".lora_magnitude_vector." in w.name),
         adapted=frozenset(places[_stem(w.name)] for w in factors if _stem(w.name) in places),
         trainable=any(w.trainable for w in base),
         heads=facts.heads,
@@ -184,7 +186,8 @@ def _saved(facts: ModelFacts, block: Block, kind: Kind, length: int, attention: 
     activation = 4 + (kind != "fp32") if not block.gated and facts.classes & PYTHON_GELU else 3 if block.gated else 1
     total += width * feed * (activation + inputs["down"])
     if block.ranks:
-        total += width * block.ranks
+        # DoRA keeps what the base layer gives, and what its factors do.
+        total += width * (block.ranks + 2 * block.lengths)
         if kind == "autocast":
             # Adapters want fp32 inputs, of which autocast makes low ones: besides those that attention keeps.
             total += width * q * ("out" in block.adapted)

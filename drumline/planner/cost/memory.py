@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from drumline.core.cost import FULL, LOW, WIDTH, Buffers, State, entry_bytes, kind_of
@@ -78,7 +79,9 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
     state, other = state_of(layout, facts, mine), auxiliary_of(layout, facts, rank)
     kept = activations or formula(layout, facts)
     buffers, unpacked = layout.strategy.buffers(layout, as_kept(layout, facts), mine, state, kept), _unpacked(layout, facts, mine)
-    buffers = replace(buffers, block=buffers.block + unpacked, backward=buffers.backward + unpacked)
+    again = layout.activation_checkpointing != "none"
+    measured = _lengths(facts, kind_of(layout) != "fp32")
+    buffers = replace(buffers, block=buffers.block + unpacked + measured, backward=buffers.backward + unpacked + measured * again)
     phases = _phases(layout, facts, mine, rank, state, buffers, kept)
     phases["rollout"] = Phase(0.0, _rollout(layout, facts), 0.0, 0.0)
     beside = engine + (WIDTH[layout.precision] * facts.parameters if samples_copy(layout) else 0)
@@ -105,6 +108,20 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
         phase="backward" if name in BACKWARD else name,
         phases=totals,
     )
+
+
+@lru_cache(maxsize=256)
+def _lengths(facts: ModelFacts, low: bool) -> int:
+    """Bytes while DoRA takes the lengths of rows, of the layer where that is most: PEFT multiplies its factors by a unit matrix, and adds
+    the product to the weight, all in fp32."""
+    most = 0
+    for block, _ in facts.kinds_of_blocks:
+        shapes = {weight.name: weight.shape for weight in block}
+        for name in shapes:
+            if ".lora_magnitude_vector." in name:
+                rows, columns = shapes[f"{name.partition('.lora_')[0]}.base_layer.weight"]
+                most = max(most, columns**2 + (3 + low) * rows * columns)
+    return FULL * most
 
 
 class Phase(NamedTuple):

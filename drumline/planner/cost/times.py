@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from drumline.core.cost import WIDTH, Flow, Volume
+from drumline.core.cost import FULL, WIDTH, Copied, Flow, Volume
 from drumline.core.estimate import Activations, Estimate, Seconds
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
@@ -149,14 +149,17 @@ def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) ->
     # Parameters that a rank updates, of all trainable models.
     trainable = sum(model.trainable for _, model in layout.trainable(facts)) / (mesh.tp * mesh.pp * strategy.shards(mesh))
     moved = trainable * (options.does.moved[not options.fused] + CLIPPED)
-    place, on_host = strategy.offloads()[0], min(cluster.per_node, mesh.world_size)  # ranks that share its memory and its drive
+    place, on_host = (
+        "cpu" if options.offload else strategy.offloads()[0],
+        min(cluster.per_node, mesh.world_size),
+    )  # ranks that share its memory and its drive
     if layout.device == "cpu" or place == "none":
         step = moved / (cluster.calibration.memory or cluster.device.bandwidth)
     else:
         step = moved * on_host / HOST_BANDWIDTH
     if place == "none" or (layout.device == "cpu" and place != "nvme"):
         return step, 0.0
-    copied = strategy.copied(layout, as_kept(layout, facts), trainable)
+    copied = Copied(FULL * trainable, FULL * trainable) if options.offload else strategy.copied(layout, as_kept(layout, facts), trainable)
     taken = cluster.host_seconds("to_device", copied.up) + cluster.host_seconds("to_host", copied.down)
     if copied.hidden:
         return step, max(0.0, taken - busy)
