@@ -44,6 +44,9 @@ class SourceSpec(Spec):
     short: ClassVar[bool] = False
 
     columns: Columns = Field(default_factory=Columns, description="Map your column names to messages | prompt + completion | text.")
+    format: Literal["auto", "own", "sharegpt", "alpaca", "verdict", "ranked", "pair", "answer", "transcript"] = Field(
+        "auto", description="How another tool has written the rows (see docs/data.md); auto: by their columns; own: not at all."
+    )
     limit: Steps | None = Field(None, description="Take at most this many rows.")
     domain: str | None = Field(None, description="ppo, grpo: name of these prompts in the metrics; null: the task's or file's name.")
 

@@ -57,7 +57,13 @@ class DataPlan(Frozen):
     samples_with_images: int = 0
     labels: tuple[str, ...] = Field((), description="The classes in order, where rows have one.")
     identity: DataIdentity | None = Field(None, description="Of the training data.")
+    formats: tuple[str, ...] = Field((), description="Sources whose rows were read from a format of another tool, in words.")
     left_out: tuple[str, ...] = Field((), description="How many rows were cut, dropped or skipped, in words.")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user is to know of the rows."""
+        return self.formats + self.left_out
 
 
 class PipelinePlan(Frozen):

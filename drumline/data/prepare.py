@@ -7,7 +7,7 @@ from __future__ import annotations
 import shutil
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import nsmallest
 from itertools import chain
 from pathlib import Path
@@ -115,6 +115,7 @@ def _plan(tasks: list[_Task]) -> DataPlan:
         samples_with_images=train.info.get("samples_with_images", 0),
         labels=config.algorithm.classes(train, held_out),
         identity=identify(train),
+        formats=tuple(line for cache in (train, held_out) if cache for line in cache.info["formats"]),
         left_out=tuple(left_out("train", train.info)) + tuple(left_out("eval", held_out.info) if config.data.eval and held_out else ()),
     )
 
@@ -139,6 +140,7 @@ class _Stage(Counted):
 
     folder: Path
     dtype: np.dtype[Any]
+    formats: dict[str, set[str]] = field(default_factory=dict)  # source → formats of other tools that its rows were read from
 
     @property
     def sizes(self) -> Ints:
@@ -180,7 +182,14 @@ def _tokenise(task: _Task, folder: Path, tokenizer_path: str, base_dir: Path, pr
     total = sum(sizes) if len(sizes) == len(task.sources) else None  # others do not tell before they are read
     wide = job.tokenizer is not None and len(job.tokenizer) > 2**16
     stage = _Stage(folder, np.dtype(np.uint32 if wide else np.uint16))
-    rows: Iterator[Row] = chain.from_iterable(read_rows(source, base_dir, forms) for source in task.sources)
+
+    def read(source: Source) -> Iterator[Row]:
+        for row in read_rows(source, base_dir, forms):
+            if row.format:
+                stage.formats.setdefault(describe(source), set()).add(row.format)
+            yield row
+
+    rows = chain.from_iterable(map(read, task.sources))
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "learn.bin").open("wb") as learn:
         for chunk in encode_all(job, rows, config.data.workers):
             tokens.write(chunk.tokens.astype(stage.dtype).tobytes())
@@ -232,6 +241,7 @@ def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: I
     info = {
         "hash": folder.name,
         "sources": [describe(source) for source in task.sources],
+        "formats": [f"{source}: read as {' and '.join(sorted(names))}" for source, names in stage.formats.items()],
         "dtype": stage.dtype.name,
         "packing": config.packs,
         "max_length": config.data.max_length,

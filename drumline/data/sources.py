@@ -27,6 +27,7 @@ from urllib.parse import urlparse
 
 from drumline.core.data import TEXT_FORMS, Columns, DigitsSource, FileSource, Forms, HubSource, SavedSource, Source, TasksSource
 from drumline.data.files import Raw, TableRow, find, read_digits, read_file, read_tasks
+from drumline.data.formats import nearest_format, shaped
 from drumline.errors import DataError
 from drumline.foreign import first_line, judged
 
@@ -45,19 +46,24 @@ class Row:
     extra: dict[str, Any] = field(default_factory=dict)
     folder: Path = field(default=Path(), compare=False)  # of its data file, or of the YAML: paths in the row are relative to it
     domain: str = field(default="", compare=False)
+    format: str = field(default="", compare=False)  # that it was read from; empty: it had a form of ours
 
 
 def read_rows(source: Source, base_dir: Path, forms: Forms = TEXT_FORMS) -> Iterator[Row]:
     """The rows of `source` in its own order, at most `source.limit`; file paths are relative to `base_dir`. Raises DataError for a source
     that cannot be read, has no rows, or has a row without a mapped column."""
     count, names = 0, domains(source)
+    mapped = any(getattr(source.columns, part) is not None for part in Columns.model_fields.keys() - set(OPTIONAL))
+    if mapped and source.format not in ("auto", "own"):
+        raise DataError("`columns` and `format` say two things", where=describe(source), fix="leave one of them out")
     for count, (folder, (origin, values)) in enumerate(islice(_raw(source, base_dir, forms), source.limit), 1):
+        name, values = shaped(values, forms, source.format, origin) if not mapped else ("", values)
         row = _normalise(origin, values, source.columns, count, forms)
         if forms != TEXT_FORMS and holds_images(row):
             fix = "use algorithm sft, or take the images out"
             raise DataError(f"row {count} holds images, which this algorithm does not take", where=origin, fix=fix)
         (domain,) = names if len(names) == 1 else (row.extra["task"],)
-        yield replace(row, folder=folder, domain=domain)
+        yield replace(row, folder=folder, domain=domain, format=name)
     if not count:
         raise DataError("the dataset is empty: it has no rows", where=describe(source))
 
@@ -118,7 +124,7 @@ def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: in
     there = ", ".join(values) or "none"
     if not forms:
         what = f"row {number} has no {', or '.join(' and '.join(form) for form in known)}; its columns are: {there}"
-        raise DataError(what, where=origin, fix="map them with `columns`")
+        raise DataError(what, where=origin, fix="map them with `columns`" + nearest_format(values))
     if not mapped <= set(forms[0]):
         raise DataError(f"`columns` maps parts of different kinds of rows: {', '.join(sorted(mapped))}", where=origin, fix="keep one kind")
     result: dict[str, Any] = {}

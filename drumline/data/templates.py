@@ -151,9 +151,11 @@ class Encoder:
         return list(self.tokenizer(text, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"])
 
     def _chat(self, messages: Messages, first: int, row: Row) -> Example:
-        """The rendered conversation; the targets are in the assistant turns from message `first` on."""
+        """The rendered conversation; the targets are in the assistant turns from message `first` on whose `weight` is not 0."""
         roles = [message["role"] for message in messages]
-        if self.marks_turns and not self.learn_all and "assistant" not in roles[:first]:
+        learned = [_weight(message, row) and index >= first for index, message in enumerate(messages)]
+        messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+        if self.marks_turns and not self.learn_all and all(learned[i] for i, role in enumerate(roles) if role == "assistant"):
             marked = self._render(messages, row, **_MARKED)
             return Example(np.asarray(marked["input_ids"], np.int32), np.asarray(marked["assistant_masks"], np.uint8))
         text = self._render(messages, row)
@@ -162,8 +164,8 @@ class Encoder:
         if self.learn_all:
             return Example(ids, np.ones(len(ids), np.uint8))
         learn = np.zeros(len(ids), np.uint8)
-        for index in range(first, len(messages)):
-            if roles[index] == "assistant":
+        for index, role in enumerate(roles):
+            if role == "assistant" and learned[index]:
                 start, stop = self._span(messages, index, text, row)
                 learn[slice(*self._close(tokens, tokens.at(start, row.origin), tokens.at(stop, row.origin)))] = 1
         return Example(ids, learn)
@@ -266,6 +268,14 @@ class _Tokens:
             fix = "use a model whose tokenizer has a fast version, or set data.learn_on: all"
             raise DataError("this tokenizer joins a turn's header to its content, and gives no offsets to part them", where=origin, fix=fix)
         return len(head)
+
+
+def _weight(message: dict[str, Any], row: Row) -> bool:
+    """Whether a message is learned, by its `weight` as of OpenAI's files. Raises DataError unless that is 0 or 1."""
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise DataError(f"the `weight` of a message is {weight!r}", where=row.origin, fix="give 0 or 1: it is learned or not")
+    return bool(weight)
 
 
 def _shared(one: str, other: str) -> int:

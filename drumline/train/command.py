@@ -108,7 +108,7 @@ def _dry_run(request: Request) -> int:
     request = _placed(request)
     with bars(Console(stderr=True)) as on_progress:
         plan = make_plan(request, on_progress=on_progress, dry_run=True)
-    notes(plan.data.left_out if plan.data else ())
+    notes(plan.data.notes if plan.data else ())
     start = resume_from(Path(plan.run_dir), request, plan)
     print(to_yaml(plan.config))
     print(f"# {plan_line(plan)}\n" + "\n".join(f"#   {line}" for line in explain(plan).splitlines()))
@@ -129,7 +129,7 @@ def launch_ranks(request: Request, display: bool) -> tuple[Path, int]:
 
         with aside(display) as on_progress:
             plan = make_plan(request, on_progress=on_progress)
-        notes(plan.data.left_out if plan.data else ())
+        notes(plan.data.notes if plan.data else ())
         launcher = plan.config.launch
         launcher.require()
         with ExitStack() as claim:
@@ -174,7 +174,7 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
     print(f"train  {data.train_samples} samples, {data.train_tokens} tokens{images}  {data.train_cache}")
     if data.eval_cache:
         print(f"eval   {data.eval_samples} samples  {data.eval_cache}")
-    notes(data.left_out)
+    notes(data.notes)
 
 
 def export(run: str, to: Path, which: str, dtype: str, adapter: bool, trust: bool = False) -> None:

@@ -78,7 +78,7 @@ def _plan(make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack
         _require_as_launched(request, ranks)
         with aside(display) as on_progress:
             plan = make_plan(request, on_progress=on_progress)
-        notes(plan.data.left_out if plan.data else ())
+        notes(plan.data.notes if plan.data else ())
         run_dir = Path(plan.run_dir)
         lease = stack.enter_context(Lease(run_dir))
         mark = _mark(request)

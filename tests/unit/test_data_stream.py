@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from drumline.core.plan import BatchPlan
 from drumline.data.batches import TokenBatch, collate
 from drumline.data.cache import TokenCache, commit, temporary_folder, write_layout
 from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder, assign
+
+Threads = Callable[[], list[threading.Thread]]
 
 # ---------------------------------------------------------------------------------------------------------------- order
 
@@ -173,11 +176,14 @@ def test_prefetching_changes_nothing(cache: TokenCache) -> None:
             assert torch.equal(left.input_ids_BT, right.input_ids_BT) and torch.equal(left.targets_BT, right.targets_BT)
 
 
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("drumline-batches")]
+@pytest.fixture
+def threads() -> Threads:
+    """Threads of streams that this test began: another file in this process may have left one open."""
+    before = threading.enumerate()
+    return lambda: [each for each in threading.enumerate() if each.name.startswith("drumline-batches") and each not in before]
 
 
-def test_close_ends_the_thread_in_the_middle(cache: TokenCache) -> None:
+def test_close_ends_the_thread_in_the_middle(cache: TokenCache, threads: Threads) -> None:
     with stream(cache, stop=10_000) as batches:
         next(batches)
         assert threads()
@@ -187,7 +193,7 @@ def test_close_ends_the_thread_in_the_middle(cache: TokenCache) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_what_fails_in_the_thread_reaches_the_consumer(cache: TokenCache, prefetch: int) -> None:
+def test_what_fails_in_the_thread_reaches_the_consumer(cache: TokenCache, prefetch: int, threads: Threads) -> None:
     cache.lengths = cache.lengths.copy()
     bad = int(GlobalOrder(SIZE, 5, True).ids(8, 9)[0])
     cache._samples = cache._samples.copy()
