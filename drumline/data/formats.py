@@ -122,16 +122,16 @@ def _alpaca(there: Values, wants: str, origin: str) -> Found | None:
     if not isinstance(instruction, str) or wants == "class" or ((answer := _first(there, ANSWERS)) is None and wants in ("text", "label")):
         return None
     context = _first(there, CONTEXTS)
-    asked = instruction if context is None else f"{instruction}\n{there[context]}"
+    prompt_text = instruction if context is None else f"{instruction}\n{there[context]}"
     used = {"instruction", "system", "history", *([context] if context else [])} & there.keys()
     if not {"system", "history"} & used:
-        return _completed(asked, there, used, wants, answer)
+        return _completed(prompt_text, there, used, wants, answer)
     messages = [{"role": "system", "content": there["system"]}] if "system" in there else []
     for turns in there.get("history", ()):
         if not isinstance(turns, list | tuple) or len(turns) != 2:
             raise DataError("`history` holds what is no pair of a question and its answer", where=origin)
         messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turns, strict=True)]
-    messages.append({"role": "user", "content": asked})
+    messages.append({"role": "user", "content": prompt_text})
     if wants != "text":
         return _completed(messages, there, used, wants, answer)
     assert answer is not None
@@ -187,12 +187,12 @@ def _verdict(there: Values, wants: str, origin: str) -> Found | None:
     names = next((each for each in VERDICTS if set(each[:3]) <= there.keys()), None)
     if wants != "pair" or prompt is None or names is None:
         return None
-    one, other, column, says = names
+    one, other, column, marks = names
     better = str(there[column]).lower().removeprefix("model_").removeprefix("response_")
-    if better not in says:
-        fix = f"write {says[0]} or {says[1]}, and leave ties out"
+    if better not in marks:
+        fix = f"write {marks[0]} or {marks[1]}, and leave ties out"
         raise DataError(f"column {column!r} says {there[column]!r}, and names no better answer", where=origin, fix=fix)
-    chosen, rejected = (one, other) if better == says[0] else (other, one)
+    chosen, rejected = (one, other) if better == marks[0] else (other, one)
     return {"prompt": there[prompt], "chosen": there[chosen], "rejected": there[rejected]}, {prompt, one, other, column}
 
 
@@ -225,10 +225,10 @@ def _pair(there: Values, wants: str, origin: str) -> Found | None:
     if wants != "pair" or prompt is None:
         return None
     system, used = there.get("system"), {prompt}
-    asked = there[prompt]
-    if isinstance(system, str) and isinstance(asked, str):
-        asked, used = [{"role": "system", "content": system}, {"role": "user", "content": asked}], used | {"system"}
-    return _completed(asked, there, used, wants, None)
+    prompt_text = there[prompt]
+    if isinstance(system, str) and isinstance(prompt_text, str):
+        prompt_text, used = [{"role": "system", "content": system}, {"role": "user", "content": prompt_text}], used | {"system"}
+    return _completed(prompt_text, there, used, wants, None)
 
 
 def _answer(there: Values, wants: str, origin: str) -> Found | None:
@@ -236,8 +236,8 @@ def _answer(there: Values, wants: str, origin: str) -> Found | None:
     if wants in ("pair", "class") or prompt is None or (answer is None and wants != "prompt"):
         return None
     context = _first(there, CONTEXTS)
-    asked = there[prompt] if context is None else f"{there[prompt]}\n{there[context]}"
-    return _completed(asked, there, {prompt, *([context] if context else [])}, wants, answer)
+    prompt_text = there[prompt] if context is None else f"{there[prompt]}\n{there[context]}"
+    return _completed(prompt_text, there, {prompt, *([context] if context else [])}, wants, answer)
 
 
 def _transcript(there: Values, wants: str, origin: str) -> Found | None:
@@ -248,7 +248,7 @@ def _transcript(there: Values, wants: str, origin: str) -> Found | None:
     for name, text in sides.items():
         _, *parts = TURN.split(str(text))
         roles = {"Human": "user", "Assistant": "assistant"}
-        made[name] = [{"role": roles[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]
+        made[name] = [{"role": roles[who], "content": content.strip()} for who, content in zip(parts[::2], parts[1::2], strict=True)]
     return made, set()
 
 
