@@ -43,7 +43,8 @@ commit {commit}.
 
 ## 一致性测试测得的数值
 每个数字是与单进程、相同全局 batch、fp32 相比的最大相对误差，取损失、梯度范数、权重和优化器动量中的最大值。
-{hardware}，torch {torch}，transformers {transformers}，{steps} 步，提交 {commit}。
+{hardware}，torch {torch}，transformers {transformers}，{steps} 步，
+提交 {commit}。
 `{command}`
 """,
 }

@@ -53,6 +53,22 @@ _MIXTURE = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_
 ARCHITECTURES = {
     "mixtral": {**_COMMON, **_MIXTURE, "num_local_experts": 4},
     "qwen3_moe": {**_COMMON, **_MIXTURE, "num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
+    "deepseek_v3": {
+        **_COMMON,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 2,
+        "topk_group": 2,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 1,
+    },
+    "gpt_oss": {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 32},
     "qwen2": _COMMON,
     "gpt2": {"n_embd": 32, "n_head": 4, "n_positions": 512, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }

@@ -26,7 +26,7 @@ BUCKET = 25 * MIB  # bytes of gradients that parallel.data_parallel averages tog
 NUMBER = 8  # bytes of an fp64
 # fp32: all of it. autocast: the residual stream and weights in fp32, products in a low precision. low: weights and all between in it.
 Kind = Literal["fp32", "autocast", "low"]
-Axis = Literal["pp", "replicate", "shard", "cp", "tp", "gradients"]  # gradients: replicate × shard × cp; shard: with cp
+Axis = Literal["pp", "replicate", "shard", "ep", "cp", "tp", "gradients"]  # gradients: replicate × shard × ep × cp; shard: with ep, cp
 Beside = Literal["forward", "backward", "last", "steps", "nothing"]
 
 
@@ -164,7 +164,8 @@ def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
     # Weights are fp32, except frozen ones (models.freeze.keep_low, models.packed).
     low = has.frozen if layout.pure else has.low
     weights = entry_bytes(layout) * (has.entries - low) + WIDTH[layout.precision] * low
-    kept = moments(facts, mine, tp, shards, layout.config.optimizer, low_moments(layout)) + layout.strategy.outer_bytes() * has.trainable
+    steps = layout.strategy.optimizer_shards(layout.mesh)
+    kept = moments(facts, mine, tp, steps, layout.config.optimizer, low_moments(layout)) + layout.strategy.outer_bytes() * has.trainable
     options, gradients = layout.config.optimizer, entry_bytes(layout) * has.trainable
     if options.offload:  # beside moments weights and gradients, which stay there between steps
         return State(weights, gradients, 0, host_optimizer=kept + 2 * FULL * has.trainable)
@@ -187,8 +188,9 @@ def copies_buffers(layout: Layout, facts: ModelFacts, mine: Part, state: State, 
     """The buffers of one process, DP, DDP, TP and pipelines of those, local SGD, DiLoCo."""
     mesh, strategy, options = layout.mesh, layout.strategy, layout.strategy.copies()
     here, gradients, copied = rank_params(facts, mine, mesh.tp), state.gradients, mesh.data_ranks * mesh.cp > 1
+    steps = strategy.optimizer_shards(mesh)  # ranks that share out the step: each averages its rows of the gradients
     # Gradients of copies that are averaged in each step lie in DDP's buckets.
-    buckets = copied and mesh.tp * mesh.pp == 1 and strategy.exchange is None
+    buckets = copied and mesh.tp * mesh.pp * mesh.ep == 1 and strategy.exchange is None and steps == 1
     # Autocast keeps its copies of the weights of linear layers until backward has used them; with recomputation until the block's end.
     # Frozen weights are in the low type already.
     low = kind_of(layout) == "autocast"
@@ -198,8 +200,9 @@ def copies_buffers(layout: Layout, facts: ModelFacts, mine: Part, state: State, 
     always, average = strategy.kept_bytes(mesh.world_size) * here.trainable, 0.0
     if buckets and not options.gradient_as_bucket_view:
         always += gradients
-    if copied and mesh.tp * mesh.pp > 1:
-        average = min(gradients, 2 * max(options.bucket_cap_mb * MIB, FULL * here.largest))
+    if copied and not buckets and strategy.exchange is None:
+        bucket = max(options.bucket_cap_mb * MIB, FULL * here.largest)
+        average = min(gradients, bucket) * (1 + 1 / steps) if steps > 1 else min(gradients, 2 * bucket)
     forward, through = (copies, 0) if recomputes else (0, copies)
     if kept is not None and kept.copies is not None:
         blocks = mine.blocks if layout.pipeline else facts.layers
@@ -215,7 +218,7 @@ def copies_buffers(layout: Layout, facts: ModelFacts, mine: Part, state: State, 
         # more than gradients did, which are gone by then.
         backward=(one if recomputes else 0) + entry_bytes(layout) * here.largest,
         last=2 * gradients if layout.devices_per_rank > 1 else 0.0,  # the first GPU adds up those of the others
-        step=stepping(layout, here, mesh.tp > 1),
+        step=max(stepping(layout, rank_params(facts, mine, mesh.tp, steps), mesh.tp * steps > 1), average * (steps > 1)),
         average=average,
         early=gradients if buckets else 0,
     )
@@ -226,9 +229,17 @@ def send_gradients(volume: Volume, layout: Layout, facts: ModelFacts, has: Count
     first forward the buffers of the first rank go to all. int8 and topk work bucket by bucket, and which bucket a gradient is in depends on
     the order in which backward makes them: exact where one bucket holds all; else int8 sends up to 1.02 × 256 × ranks bytes a bucket more,
     topk up to 4 × (ranks − 1) more or fewer."""
-    mesh, options = layout.mesh, layout.strategy.copies()
+    mesh, options, steps = layout.mesh, layout.strategy.copies(), layout.strategy.optimizer_shards(layout.mesh)
     ranks, compression = mesh.data_ranks * mesh.cp, options.compression
-    if mesh.tp * mesh.pp > 1:
+    if steps > 1:  # each averages its rows, filled up to as many on all, and all gather them when they are stepped
+        rows = has["units_trainable"] + has["root_trainable"]
+        calls = math.ceil(4 * rows * steps / BUCKET)
+        volume.add("reduce_scatter", 4 * steps * (rows + has["tensors"]), steps, "gradients", calls)
+        volume.add("all_gather", 4 * rows, steps, "gradients", calls)
+        return
+    if mesh.tp * mesh.pp * mesh.ep > 1:
+        experts = has["experts_whole"] + has["experts_tensors"]
+        volume.add("all_reduce", 4 * experts, ranks // mesh.ep, "replicate", math.ceil(4 * experts / BUCKET))
         entries = has["trainable"] + has["tensors"]
         volume.add("all_reduce", 4 * entries, ranks, "gradients", math.ceil(4 * entries / BUCKET))
         return
@@ -269,7 +280,10 @@ def send_norm(volume: Volume, layout: Layout, has: Counter[str]) -> None:
     """A number for each axis along which gradients are cut, over the ranks that hold the other parts; and one over the stages."""
     for there in (has["cut"], has["uncut"]):
         if there:
-            volume.add("all_reduce", NUMBER, layout.strategy.shards(layout.mesh), "shard")
+            volume.add("all_reduce", NUMBER, layout.strategy.optimizer_shards(layout.mesh), "shard")
     if has["cut"]:
         volume.add("all_reduce", NUMBER, layout.mesh.tp, "tp")
+    if has["apart"]:
+        volume.add("all_reduce", NUMBER, layout.strategy.shards(layout.mesh) // layout.mesh.ep, "shard")
+        volume.add("all_reduce", NUMBER, layout.mesh.ep, "ep")
     volume.add("all_reduce", NUMBER, layout.mesh.pp, "pp")

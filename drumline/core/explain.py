@@ -61,7 +61,7 @@ def explain(plan: Plan) -> str:
     rows = [
         ("run folder", plan.run_dir),
         ("model", f"{plan.config.model.id or 'written out'} ← {plan.model_path or 'config'}"),
-        ("mesh", f"pp {mesh.pp} × replicate {mesh.replicate} × shard {mesh.shard} × cp {mesh.cp} × tp {mesh.tp} = {mesh.world_size} ranks"),
+        ("mesh", " × ".join(f"{name} {size}" for name, size in mesh.model_dump().items()) + f" = {mesh.world_size} ranks"),
         ("engine", f"{plan.engine}, {strategy_name(plan)}, {plan.backend} on {plan.device}, {plan.precision}"),
         ("memory", f"activation checkpointing {plan.activation_checkpointing}, offload {plan.offload}"),
         ("batch", plan.batch.rule(mesh.data_ranks)),

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     from drumline.core.config import LoRAConfig
 
-# The styles of transformers' tensor-parallel plans that parallel.tensor_parallel knows; all others belong to mixtures of experts.
+# The styles of transformers' tensor-parallel plans that parallel.tensor_parallel knows, and its own: experts are cut by their number.
 ROWS_CUT, COLUMNS_CUT = ("colwise", "colwise_gather_output", "colwise_rep"), ("rowwise", "rowwise_rep", "rowwise_split_input")
-TP_STYLES = frozenset((*ROWS_CUT, *COLUMNS_CUT, "replicate", "replicated_with_grad_allreduce"))
+TP_STYLES = frozenset((*ROWS_CUT, *COLUMNS_CUT, "replicate", "replicated_with_grad_allreduce", "experts"))
 LINEAR = ("Linear", "Conv1D")
 # What OPT and its like declare ahead of the blocks and run behind them.
 LAST = ("final", "project_out", "ln_f")
@@ -26,7 +26,7 @@ Place = Literal["block", "before", "after", "both"]
 class Weight(NamedTuple):
     """A parameter. `name`: inside its block; of those outside of blocks, in the model. `style`: how tensor parallelism cuts its
     layer, by the names above; embedding and head are cut by rows. `owners`: classes of the modules around it, its block's and those
-    inside. `place`: both is a head tied to the embedding."""
+    inside. `place`: both is a head tied to the embedding. `apart`: data ranks that it has been cut over already (`experts_over`)."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,6 +34,7 @@ class Weight(NamedTuple):
     style: str = ""
     owners: tuple[str, ...] = ()
     place: Place = "block"
+    apart: int = 1
 
     @property
     def numel(self) -> int:
@@ -79,6 +80,9 @@ class ModelFacts:
     drops_stream: bool = False  # and over what attention and feed-forward give
     recomputes: bool = True  # its blocks have activation checkpointing
     needs_mask: str = ""  # why its attention takes a mask, and not the lengths of documents; empty where lengths will do
+    whole_stream: str = "it has no tensor-parallel plan"  # why its residual stream cannot be cut over tp ranks; empty where it can
+    experts: int = 0  # of a mixture's layer, and how many of them take a token
+    experts_per_token: int = 0
     whole_sequences: str = ""  # why its sequences cannot be cut over ranks; empty where they can
     uncut: str = ""  # why its blocks cannot be the stages of a pipeline, as far as its modules say; empty where they may be
     windows: bool = False  # some layers look at a window or a chunk of the tokens before
@@ -216,9 +220,10 @@ class Sizes:
 
 def cut_dimension(weight: Weight) -> int | None:
     """The dimension that tensor parallelism cuts; None: each rank has the whole."""
-    if weight.style in (*ROWS_CUT, "embedding", "head"):
-        return 0 if weight.shape else None
-    return 1 if weight.style in COLUMNS_CUT and len(weight.shape) > 1 else None
+    by_rows, transposed = weight.style in ROWS_CUT, weight.owners[-1:] == ("Conv1D",) and len(weight.shape) > 1
+    if by_rows or weight.style in ("experts", "embedding", "head"):
+        return int(by_rows and transposed) if weight.shape else None
+    return int(not transposed) if weight.style in COLUMNS_CUT and len(weight.shape) > 1 else None
 
 
 def part(weight: Weight, tp: int, shards: int, rank: int = 0) -> int:
@@ -229,7 +234,7 @@ def part(weight: Weight, tp: int, shards: int, rank: int = 0) -> int:
         each = math.ceil(shape[cut] / tp)
         shape[cut] = max(0, min(each, shape[cut] - rank * each))
     if shape and shards > 1:
-        shape[0] = math.ceil(shape[0] / shards)
+        shape[0] = math.ceil(shape[0] / max(1, shards // weight.apart))
     return math.prod(shape)
 
 
@@ -243,6 +248,20 @@ def sizes(weights: Iterable[Weight], tp: int, shards: int, number: int = 1) -> S
         frozen = Sizes(0, here, low=matrix, matrices=matrix)
         total += Sizes(here, largest=each, matrices=matrix) if weight.trainable else frozen
     return total
+
+
+@lru_cache(maxsize=256)
+def experts_over(facts: ModelFacts, ep: int) -> ModelFacts:
+    """The same with as many of a mixture's experts as one of `ep` ranks holds. Done once, whoever asks again."""
+    if ep == 1 or any(weight.apart > 1 for block, _ in facts.kinds_of_blocks for weight in block):
+        return facts
+
+    def mine(weight: Weight) -> Weight:
+        first, *rest = weight.shape or (0,)
+        return weight._replace(shape=(math.ceil(first / ep), *rest), apart=ep) if weight.style == "experts" else weight
+
+    made = {block: tuple(map(mine, block)) for block, _ in facts.kinds_of_blocks}
+    return replace(facts, block_weights=tuple(made[block] for block in facts.block_weights))
 
 
 @dataclass(frozen=True)
@@ -327,22 +346,25 @@ def tp_ranks(facts: ModelFacts, tp: int) -> tuple[tuple[int, float], ...]:
 
 @lru_cache(maxsize=4096)
 def cut_weights(facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int, wrap: tuple[str, ...] | None) -> Counter[str]:
-    """Entries of the model on rank `rank` of `tp`. `units`, `root`: FSDP2's shards, filled up, of what is gathered by blocks and of the
-    rest; `…_trainable`: of these, of trainable weights, `…_low`: of frozen ones of two dimensions and more. `trainable`: without FSDP2's
-    cut; `tied`: of these, on both ends. And numbers of trainable weights: `tensors`; `cut`, `uncut` by tensor parallelism. `staged`: of all
-    stages of a pipeline together. `wrap`: classes whose modules FSDP2 gathers by themselves; None: the model's own blocks."""
+    """Entries of the model on rank `rank` of `tp`. Experts that lie on some data ranks are counted apart: `experts…`, `apart`.
+
+    `units`, `root`: FSDP2's shards, filled up, of what is gathered by blocks and of the rest; `…_trainable`: of these, of trainable ones,
+    `…_low`: of frozen ones of two dimensions and more. `trainable`: without FSDP2's cut; `tied`: of these, on both ends. And numbers of
+    trainable weights: `tensors`; `cut`, `uncut` by tensor parallelism. `staged`: of all stages of a pipeline together. `wrap`: classes
+    whose modules FSDP2 gathers by themselves; None: the model's own blocks."""
     sums = Counter[str]()
     for weight, number in weights_of(facts, staged):
+        apart = weight.apart > 1
         whole, here = number * part(weight, tp, 1, rank), number * part(weight, tp, shards, rank)
         is_unit = weight.place == "block" if wrap is None else any(owner in wrap for owner in weight.owners)
-        unit = "units" if is_unit else "root"
+        unit = "experts" if apart else "units" if is_unit else "root"
         sums[unit] += here
         if weight.trainable:
             sums[f"{unit}_trainable"] += here
-            sums["trainable"] += whole
-            sums["tensors"] += number
+            sums["experts_whole" if apart else "trainable"] += whole
+            sums["experts_tensors" if apart else "tensors"] += number
             sums["tied"] += whole if weight.place == "both" else 0
-            sums["cut" if tp > 1 and cut_dimension(weight) is not None else "uncut"] += 1
+            sums["apart" if apart else "cut" if tp > 1 and cut_dimension(weight) is not None else "uncut"] += 1
         elif len(weight.shape) >= 2:
             sums[f"{unit}_low"] += here
     return sums

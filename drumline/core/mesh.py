@@ -9,28 +9,29 @@ from typing import Literal
 from drumline.core.estimate import Frozen
 from drumline.errors import PlanError
 
-Dimension = Literal["pp", "replicate", "shard", "cp", "tp"]
-DIMENSIONS: tuple[Dimension, ...] = ("pp", "replicate", "shard", "cp", "tp")
+Dimension = Literal["pp", "replicate", "shard", "ep", "cp", "tp"]
+DIMENSIONS: tuple[Dimension, ...] = ("pp", "replicate", "shard", "ep", "cp", "tp")
 
 
 class Mesh(Frozen):
     """The degree of each dimension, outermost first. Their product is the world size. A rank's number is its place in row-major order:
-    tensor-parallel peers are neighbours, pipeline stages furthest apart."""
+    tensor-parallel peers are neighbours, pipeline stages furthest apart. `ep`: data ranks, each with some of a mixture's experts."""
 
     pp: int = 1
     replicate: int = 1
     shard: int = 1
+    ep: int = 1
     cp: int = 1
     tp: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.replicate * self.shard * self.cp * self.tp
+        return self.pp * self.data_ranks * self.cp * self.tp
 
     @property
     def data_ranks(self) -> int:
         """Ranks that see different samples."""
-        return self.replicate * self.shard
+        return self.replicate * self.shard * self.ep
 
     def place(self, rank: int) -> dict[Dimension, int]:
         """Where a rank stands in each dimension."""
@@ -42,7 +43,7 @@ class Mesh(Frozen):
     def data_rank(self, rank: int) -> int:
         """Which samples a rank sees: 0 … data_ranks − 1. Ranks that share them differ in pp, cp or tp."""
         at = self.place(rank)
-        return at["replicate"] * self.shard + at["shard"]
+        return (at["replicate"] * self.shard + at["shard"]) * self.ep + at["ep"]
 
     def counts(self, rank: int) -> bool:
         """True for the one of the ranks that share samples whose sums go into a sum over all ranks."""

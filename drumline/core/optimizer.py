@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from drumline.core.rule import Case, Refusal, packed_bits, sees
+from drumline.core.rule import Case, Refusal, packed_bits, plain, sees
 from drumline.core.section import Count, Ranks, Section, Weight
 from drumline.errors import EnvironmentFault, PlanError
 from drumline.hardware.cluster import Collective
@@ -210,7 +210,7 @@ def _pure(case: Case, where: str) -> Iterator[Refusal]:
     if config.optimizer.kind != "adamw":
         reason = "AdamW alone has steps that round stochastically or keep what was lost"
         yield Refusal(f"master=bf16 × {config.optimizer.kind}", reason, "use optimizer.kind=adamw, or master=fp32", where)
-    whole = mesh.tp * mesh.cp * mesh.pp == 1 and case.strategy.data_parallel(mesh) in ("none", "ddp", "fsdp2")
+    whole = plain(mesh) and case.strategy.data_parallel(mesh) in ("none", "ddp", "fsdp2")
     if not whole or case.strategy.engine(mesh) != "native" or case.strategy.exchange is not None:
         reason = "it is proven where each rank has weights whole, or sharded by FSDP2 alone; DeepSpeed keeps fp32 weights for its step"
         yield Refusal("master=bf16 × the strategy", reason, "use strategy=ddp or fsdp2", where)

@@ -111,6 +111,11 @@ class Layout(Frozen):
         return self.config.strategy
 
     @property
+    def stream_parts(self) -> int:
+        """See StrategySpec.stream_parts."""
+        return self.strategy.stream_parts(self.mesh)
+
+    @property
     def pure(self) -> bool:
         """Whether trainable weights, gradients and moments lie in bf16."""
         return self.precision == "bf16" and self.config.precision.master == "bf16"

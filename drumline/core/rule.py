@@ -60,8 +60,8 @@ def sees(case: Case) -> bool:
 
 
 def plain(mesh: Mesh) -> bool:
-    """Without tensor, context and pipeline parallelism."""
-    return mesh.tp * mesh.cp * mesh.pp == 1
+    """Without tensor, context, pipeline and expert parallelism."""
+    return mesh.tp * mesh.cp * mesh.pp * mesh.ep == 1
 
 
 def recomputes_some(case: Case) -> bool:

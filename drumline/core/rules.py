@@ -12,6 +12,7 @@ from drumline.core.copies import copied_over
 from drumline.core.facts import TP_STYLES
 from drumline.core.rollouts import VLLMGenerator
 from drumline.core.rule import Case, Refusal, packed_bits, plain, recomputes_some, sees
+from drumline.core.stream import whole_stream
 
 # What only a run of the model may show: its reason is found there.
 NO_STAGES = Refusal("pp × the model", "", "use strategy: fsdp2 or tp instead")
@@ -24,8 +25,8 @@ NO_PACKS = Refusal("packing × the model", "", "set data.packing: false for this
 
 def check_rules(case: Case) -> None:
     """Raises PlanError by the first rule that refuses: those for all strategies, then the strategy's own."""
-    common = (_images, _adapters, _model, _batch_norm, _tensor_parallel, _context_parallel, _zero_bubble, _health, optimizer.refusals)
-    for rules in (*common, case.strategy.refusals):
+    common = (_images, _adapters, _model, _batch_norm, _tensor_parallel, _sequence_parallel, _context_parallel, _zero_bubble, _health)
+    for rules in (*common, _expert_parallel, optimizer.refusals, case.strategy.refusals):
         for refusal in rules(case):
             raise refusal.error()
 
@@ -156,14 +157,44 @@ def _tensor_parallel(case: Case) -> Iterator[Refusal]:
         return
     if not facts.tp_styles:
         yield Refusal("tp × no plan", "this model's class carries no tensor-parallel plan in transformers", "use strategy=fsdp2")
-    if not facts.tp_styles <= TP_STYLES:
-        reason = "this model's tensor-parallel plan has styles for experts, which are not built"
-        yield Refusal("tp × mixture of experts", reason, "use strategy=fsdp2")
+    if unknown := sorted(facts.tp_styles - TP_STYLES):
+        reason = f"this model's tensor-parallel plan has styles that are not built: {', '.join(unknown)}"
+        yield Refusal("tp × the model's plan", reason, "use strategy=fsdp2")
+    if "experts" in facts.tp_styles and facts.experts % tp:
+        yield Refusal("tp × experts", f"{facts.experts} experts do not divide by tp", "choose a tp that divides their number")
     if facts.tp_cuts_heads and (facts.heads % tp or facts.kv_heads % tp):
         reason = "the attention heads, and those of keys and values, must divide by tp"
         yield Refusal("tp × heads", reason, "choose a tp that divides both numbers")
     if -(-facts.vocab_size // tp) * (tp - 1) >= facts.vocab_size:
         yield Refusal("tp × small vocabulary", "some rank would hold no row of the vocabulary", "use a smaller tp")
+
+
+def _sequence_parallel(case: Case) -> Iterator[Refusal]:
+    if not getattr(case.strategy, "sequence_parallel", False):
+        return
+    if case.mesh.tp == 1:
+        reason = "tokens are cut over the ranks of tp"
+        yield Refusal("sequence_parallel × tp 1", reason, "set tp, or take it out", "strategy.sequence_parallel")
+    elif case.facts is not None:
+        yield from whole_stream(case.config, case.facts)
+
+
+def _expert_parallel(case: Case) -> Iterator[Refusal]:
+    mesh, facts, where = case.mesh, case.facts, "strategy.ep"
+    if mesh.ep == 1:
+        return
+    if mesh.tp * mesh.cp > 1:
+        reason = "experts lie on data ranks that have whole tokens; with tp its ranks hold a part of the experts each"
+        yield Refusal("ep × tp, cp", reason, "use tp or cp without ep, or ep with ddp, fsdp2 and pp", where)
+    if case.config.compile.enabled:
+        yield Refusal("ep × compile", "how many tokens come to a rank is another number each time", "use compile.enabled=false", where)
+    if facts is not None and not facts.experts:
+        yield Refusal("ep × the model", "it has no experts that are known here", "leave strategy.ep out", where)
+    if facts is not None and facts.experts % mesh.ep:
+        reason = f"{facts.experts} experts do not divide by ep {mesh.ep}"
+        yield Refusal("ep × experts", reason, "choose an ep that divides their number", where)
+    if sees(case) or packed_bits(case.config):
+        yield Refusal("ep × images, QLoRA", "it is proven for texts and weights that are not packed", "use fsdp2 without ep", where)
 
 
 def _context_parallel(case: Case) -> Iterator[Refusal]:

@@ -18,6 +18,7 @@ from drumline.core.mesh import Dimension, Mesh, divide, divisors
 from drumline.core.registry import Registered, Spec
 from drumline.core.rule import Case, Refusal, no_option
 from drumline.core.section import KIND_ALONE, MOST_STEPS, Ranks, Section
+from drumline.core.stream import SequenceParallel
 from drumline.errors import PlanError
 from drumline.hardware.cluster import Collective
 
@@ -75,12 +76,14 @@ class Names(NamedTuple):
 
 
 class Space(NamedTuple):
-    """What the search looks for strategies on. `layers`: of the model. `nvme`: a folder on a disk to offload to."""
+    """What the search looks for strategies on. `layers`: of the model. `nvme`: a folder on a disk to offload to. `stream`: the model's
+    residual stream may be cut by tokens."""
 
     nodes: int
     per_node: int
     layers: int
     nvme: str | None
+    stream: bool = False
 
     @property
     def world(self) -> int:
@@ -154,6 +157,10 @@ class StrategySpec(Spec):
         """The schedule of a strategy with stages, and how many stages a rank holds."""
         return "1f1b", 1
 
+    def stream_parts(self, mesh: Mesh) -> int:
+        """Parts that the residual stream is cut into by tokens, between the layers that tensor parallelism cuts."""
+        return 1
+
     def copies(self) -> CopyOptions:
         """How copies are kept equal, where there are some."""
         return COPIES
@@ -208,7 +215,7 @@ class StrategySpec(Spec):
 
     def title(self, data_parallel: str, mesh: Mesh) -> str:
         """What a plan's line calls it, mixes written out: `fsdp2 × tp 2`."""
-        parts = [f"{name} {getattr(mesh, name)}" for name in ("pp", "cp", "tp") if getattr(mesh, name) > 1]
+        parts = [f"{name} {getattr(mesh, name)}" for name in ("pp", "ep", "cp", "tp") if getattr(mesh, name) > 1]
         return " × ".join(parts if parts and mesh.data_ranks == 1 and self.whole_weights else [self.kind, *parts])
 
     def variants(self) -> Iterator[StrategySpec]:
@@ -233,6 +240,10 @@ class StrategySpec(Spec):
     def shards(self, mesh: Mesh) -> int:
         """Parts that each weight is cut into, besides tensor parallelism."""
         return 1
+
+    def optimizer_shards(self, mesh: Mesh) -> int:
+        """The same of what the optimizer keeps."""
+        return self.shards(mesh)
 
     def state(self, layout: Layout, facts: ModelFacts, mine: Part) -> State:
         """What a rank with this part of the model holds between steps."""
@@ -296,12 +307,15 @@ class PipelineConfig(Section):
         return self.schedule, (self.stages_per_rank or 2) if interleaves else 1
 
 
-class Degrees(StrategySpec):
-    """The mesh is pp × replicate × shard × cp × tp; what these leave of the processes is data parallel."""
+class Degrees(SequenceParallel, StrategySpec):
+    """The mesh is pp × replicate × shard × ep × cp × tp; what pp, cp and tp leave of the processes is data parallel."""
 
     tp: Ranks = Field(1, description="Tensor parallel: each matrix is cut over this many ranks.")
     cp: Ranks = Field(1, description="Context parallel: each sequence is cut over this many ranks.")
     pp: Ranks = Field(1, description="Pipeline parallel: the layers are cut into stages over this many ranks.")
+    ep: Ranks = Field(
+        1, description="Expert parallel: groups of this many data ranks hold a mixture's experts, a part each, and exchange tokens."
+    )
     cp_method: Literal["ulysses", "ring"] = Field(
         "ulysses", description="How attention sees the whole sequence: all-to-all over heads, or a ring of keys and values (GPUs)."
     )
@@ -309,8 +323,9 @@ class Degrees(StrategySpec):
 
     def rest(self, world: int) -> tuple[int, dict[str, int]]:
         """Ranks that the degrees leave, and the degrees."""
-        degrees = {"tp": self.tp, "cp": self.cp, "pp": self.pp}
-        return divide(world, self.tp * self.cp * self.pp, f"tp {self.tp} × cp {self.cp} × pp {self.pp}", "strategy"), degrees
+        degrees = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep}
+        data = divide(world, self.tp * self.cp * self.pp, f"tp {self.tp} × cp {self.cp} × pp {self.pp}", "strategy")
+        return divide(data, self.ep, f"groups of ep {self.ep}", "strategy.ep"), degrees
 
     def mesh(self, world: int) -> Mesh:
         rest, degrees = self.rest(world)
@@ -323,7 +338,7 @@ class Degrees(StrategySpec):
         return self.pipeline.stages()
 
     def names(self, world: int) -> Names:
-        degrees = {name: getattr(self, name) for name in ("pp", "cp", "tp") if getattr(self, name) > 1}
+        degrees = {name: getattr(self, name) for name in ("pp", "ep", "cp", "tp") if getattr(self, name) > 1}
         numbered = [f"{name} {degree}" for name, degree in degrees.items()]
         if self.pp > 1 and self.pipeline.schedule != "1f1b":
             numbered[0] += f" {self.pipeline.schedule}"
@@ -379,4 +394,5 @@ def mixes(space: Space) -> Iterator[dict[str, Any]]:
         if tp == cp == pp == 1 or world % (tp * cp * pp) or pp > max(1, space.layers) or (cp > 1 and pp > 1):
             continue
         for schedule in SCHEDULES if pp > 1 else SCHEDULES[:1]:
-            yield {"tp": tp, "cp": cp, "pp": pp, "pipeline": PipelineConfig(schedule=schedule)}
+            parts = {"sequence_parallel": True} if space.stream and tp > 1 else {}
+            yield {"tp": tp, "cp": cp, "pp": pp, "pipeline": PipelineConfig(schedule=schedule), **parts}

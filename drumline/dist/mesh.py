@@ -11,7 +11,7 @@ from drumline.core.mesh import DIMENSIONS, Mesh
 
 
 def device_mesh(mesh: Mesh, device: str) -> DeviceMesh:
-    """All five dimensions by name, those of size one too. Collective. One process alone becomes a process group of one.
+    """All dimensions by name, those of size one too. Collective. One process alone becomes a process group of one.
 
     All models of a run share one: each group of NCCL takes memory of its own on every GPU.
     """
@@ -35,12 +35,19 @@ def side_group(_world: dist.ProcessGroup) -> dist.ProcessGroup:
 def data_mesh(whole: DeviceMesh) -> DeviceMesh:
     """What FSDP2 spreads over: (shard,), or (replicate, shard) where there are several copies. Collective.
 
-    Ranks that hold parts of the same sequence hold the same weights, so context parallel ranks shard with the data ranks.
+    Ranks that hold parts of the same sequence hold the same weights, so context parallel ranks shard with the data ranks; and so do
+    those that have different experts, but for these (`expert_mesh`).
     """
-    shard = whole["shard", "cp"]._flatten("shard_cp") if whole["cp"].size() > 1 else whole["shard"]
+    names = ["shard", *(name for name in ("ep", "cp") if whole[name].size() > 1)]
+    shard = whole[tuple(names)]._flatten("_".join(names)) if len(names) > 1 else whole["shard"]
     if whole["replicate"].size() == 1:
         return shard
     return whole["replicate", shard.mesh_dim_names[0]]  # type: ignore[index]
+
+
+def expert_mesh(whole: DeviceMesh) -> DeviceMesh:
+    """What FSDP2 spreads a rank's experts over: the ranks that hold the same."""
+    return whole["shard"] if whole["replicate"].size() == 1 else whole["replicate", "shard"]
 
 
 def first_row(rows: int, over: DeviceMesh) -> int:
@@ -49,5 +56,5 @@ def first_row(rows: int, over: DeviceMesh) -> int:
 
 
 def gradient_group(whole: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks that hold the same weights and see different tokens: replicate × shard × cp. Collective."""
-    return whole["replicate", "shard", "cp"]._flatten("gradients").get_group()
+    """The ranks that hold the same weights and see different tokens: replicate × shard × ep × cp. Collective."""
+    return whole["replicate", "shard", "ep", "cp"]._flatten("gradients").get_group()

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from drumline.core.facts import Place, Weight
+from drumline.core.facts import ROWS_CUT, Place, Weight
 from drumline.errors import ModelError, PlanError
 from drumline.models.classes import reads_images
 from drumline.vendor.torch import BatchNorm
@@ -166,27 +166,86 @@ def tower_flops(model: Any) -> float:
 
 
 def _styles(model: Any) -> dict[int, str]:
-    """Layer → its style of tensor parallelism (see parallel.tensor_parallel); embedding and head are cut by the vocabulary."""
+    """Layer → its style of tensor parallelism (see parallel.tensor_parallel); embedding and head are cut by the vocabulary, and experts by
+    their number, also where no plan names them."""
+    experts = {id(model.get_submodule(name)): "experts" for name in expert_modules(model)}
     if reads_images(model) or not (plan := tensor_plan(model)):
-        return {}
+        return experts
     modules, (embedding, head) = dict(model.named_modules()), vocabulary(model)
     styles = {id(layer): style for name, style in plan.items() if name in modules for layer in cut_layers(modules[name], style)}
     if head is not None:
         styles[id(whole_layer(head))] = "head"
-    return styles | {id(whole_layer(embedding)): "embedding"}
+    return styles | experts | {id(whole_layer(embedding)): "embedding"}
+
+
+# Plans for classes that carry none, by type of model. GPT-2's queries, keys and values lie in one layer: all heads are on each rank.
+_BERT = {"*.attention.self.query": "colwise", "*.attention.self.key": "colwise", "*.attention.self.value": "colwise",
+         "*.intermediate.dense": "colwise", "*.output.dense": "rowwise"}  # fmt: skip
+OWN_PLANS: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "electra"), _BERT),
+    "distilbert": {
+        "*.attention.q_lin": "colwise", "*.attention.k_lin": "colwise", "*.attention.v_lin": "colwise",
+        "*.attention.out_lin": "rowwise", "*.ffn.lin1": "colwise", "*.ffn.lin2": "rowwise",
+    },
+    "gpt2": {"*.attn.c_attn": "colwise_gather_output", "*.attn.c_proj": "rowwise_split_input",
+             "*.mlp.c_fc": "colwise", "*.mlp.c_proj": "rowwise"},
+}  # fmt: skip
 
 
 def tensor_plan(model: Any) -> dict[str, str]:
     """Name of a module (or of a single parameter) → style, for all modules of the plan that the model has; {} without a plan. Embedding and
-    head are left out: they are always cut by vocabulary."""
+    head are left out: they are always cut by vocabulary. Experts are cut by their number, whatever the plan has for them."""
     plan = getattr(model, "_tp_plan", None) or {}
     by_vocabulary = vocabulary(model)
     names = [name for name, module in model.named_modules() if module not in by_vocabulary]
     names += [name for name, _ in model.named_parameters()]
     styles = {name: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name in names}
-    if not hasattr(model, "get_input_embeddings"):  # a user's plan may have some of the numbered layers
+    own = {} if plan else OWN_PLANS.get(getattr(getattr(model, "config", None), "model_type", ""), {})
+    if own or not hasattr(model, "get_input_embeddings"):  # a user's plan may have some of the numbered layers
+        plan = own or plan
         styles = {name: next((plan[key] for key in plan if fnmatchcase(name, key)), None) for name in names}
-    return {name: style for name, style in styles.items() if style is not None}
+    experts = expert_modules(model) if "moe_tp_experts" in styles.values() else []
+    styles = {name: style for name, style in styles.items() if not any(name.startswith(f"{module}.") for module in experts)}
+    return {name: style for name, style in (styles | dict.fromkeys(experts, "experts")).items() if style is not None}
+
+
+def regions(model: Any) -> list[str]:
+    """The modules whose layers begin with columns of a tensor-parallel plan: attentions and feed-forwards."""
+    starts = (name.rpartition(".")[0] for name, style in tensor_plan(model).items() if style in ROWS_CUT)
+    return list(dict.fromkeys(starts))
+
+
+def blocks_in_a_row(model: nn.Module) -> dict[str, nn.Module]:
+    """Name → block, of those that hand on a stream to each other: members of a list, also where a stage of a pipeline lacks some."""
+    found = {id(block) for block in blocks(model)}
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    return {f"{name}.{number}": block for name, members in lists for number, block in members.named_children() if id(block) in found}
+
+
+def expert_modules(model: nn.Module) -> list[str]:
+    """Names of the modules that hold all experts of a layer, each tensor by their number first."""
+
+    def holds(module: Any) -> bool:
+        number, own = getattr(module, "num_experts", None), [p for p in module._parameters.values() if p is not None]
+        return bool(own) and all(p.shape[:1] == (number,) for p in own) and any(p.ndim == 3 for p in own)
+
+    return [name for name, module in model.named_modules() if holds(module)]
+
+
+def whole_stream(model: Any) -> str:
+    """Why tensor-parallel ranks cannot have a part of the tokens between the layers that are cut; empty where they can."""
+    if block_list(model) is None or not (plan := tensor_plan(model)):
+        return "it has no single list of blocks, or no plan for them"
+    modules, inside = dict(model.named_modules()), regions(model)
+    for block in blocks_in_a_row(model).values():
+        if any(modules[name] is block for name in inside):
+            return "the layers of its blocks are in no modules of their own"
+        within = {id(module) for name in (*inside, *plan) for module in modules[name].modules()} if inside else set()
+        for module in block.modules():
+            mixes = any(p is not None and p.ndim > 1 for p in module._parameters.values()) and "Router" not in type(module).__name__
+            if id(module) not in within and mixes:
+                return f"{type(module).__name__} of its blocks is not cut, and may need whole sequences"
+    return ""
 
 
 def vocabulary(model: Any) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from drumline.dist.mesh import first_row
 from drumline.models.attention import attending
 from drumline.models.classes import bidirectional, ends_in_classes, reads_images
 from drumline.models.losses import Answers, VocabularyPart, cross_entropy, linear_cross_entropy, linear_log_probs, log_probs
-from drumline.models.router import router_of, trains_router
+from drumline.models.router import loads_of, router_of, trains_router
 from drumline.models.scores import class_logits, grey_image, score_head, score_parts
 from drumline.models.sequence import SequencePart
 from drumline.models.small import Tokens, close, probe, try_small
@@ -213,8 +213,10 @@ class ForwardWithObjective(nn.Module):
         made = outputs(self.model, batch, split(self.model) if self.splits else None, self.sequence)
         out = objective(made, batch)
         # The router loss is for training alone, not for `Engine.infer`; the tokens of a trial have no weights.
-        if self.router is None or not torch.is_grad_enabled() or not hasattr(batch, "token_weights"):
+        if not torch.is_grad_enabled() or not hasattr(batch, "token_weights"):
             return out.loss_sum, out.sums
+        if self.router is None:
+            return out.loss_sum, out.sums | loads_of(self.model)
         loss_sum, sums = self.router([self._whole(layer) for layer in made.router_logits], batch)
         return out.loss_sum + loss_sum, out.sums | sums
 

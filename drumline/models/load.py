@@ -19,7 +19,18 @@ from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import first_line, judged, read_text
 from drumline.models import adapters
 from drumline.models.attention import caps_and_drops
-from drumline.models.blocks import counted, needs_mask, tensor_plan, tower_flops, uncut, vision_tower, whole_layer, whole_sequences
+from drumline.models.blocks import (
+    counted,
+    expert_modules,
+    needs_mask,
+    tensor_plan,
+    tower_flops,
+    uncut,
+    vision_tower,
+    whole_layer,
+    whole_sequences,
+    whole_stream,
+)
 from drumline.models.classes import AUTO, LM, auto_class, bidirectional, is_encoder, is_vision_language
 from drumline.models.files import check_counts, check_folder, tokenizer_folder
 from drumline.models.freeze import freeze
@@ -192,7 +203,6 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
     embedding = whole_layer(model.get_input_embeddings()).weight
     output_head = model.get_output_embeddings()
     tied = output_head is not None and whole_layer(output_head).weight is embedding
-    cut = tensor_plan(model)
     layers, hidden, heads = int(text.num_hidden_layers), int(text.hidden_size), int(text.num_attention_heads)
     width = heads * int(getattr(text, "head_dim", None) or hidden // heads)
     tower = {id(p) for p in vision_tower(model).parameters()} if head in LM and is_vision_language(config) else set()
@@ -209,6 +219,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
     caps, drops = caps_and_drops(text)
     return ModelFacts(
         **counts,
+        **_cuts(model),
         name=str(text.model_type),
         flops_per_token=float(products + 12 * layers * width * length),
         vocab_size=int(text.vocab_size),
@@ -218,9 +229,6 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         heads=heads,
         kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
         head_dim=width // heads,
-        tp_styles=frozenset(cut.values()),
-        # False where the projections of attention are gathered.
-        tp_cuts_heads=any(style == "colwise" and ("attn" in name or "attention" in name) for name, style in cut.items()),
         embedding_parameters=outside - sum(p.numel() for p in at_end if p is not embedding),
         head_parameters=sum(p.numel() for p in at_end),
         attention_flops=float(12 * width * length),
@@ -235,12 +243,25 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         keeps_scores=getattr(config, "_attn_implementation", None) == "eager",
         caps_scores=caps,
         drops_scores=drops,
-        needs_mask=needs_mask(model),
-        whole_sequences=whole_sequences(model),
-        uncut=uncut(model),
+        experts=experts if expert_modules(model) else 0,
+        experts_per_token=chosen if expert_modules(model) else 0,
         windows=bool({"sliding_attention", "chunked_attention"}.intersection(getattr(text, "layer_types", None) or all_layers)),
         drops_stream=any(getattr(text, key, None) for key in STREAM_DROPOUTS),
     )
+
+
+def _cuts(model: Any) -> dict[str, Any]:
+    """How a model of text can be cut, and why not."""
+    cut = tensor_plan(model)
+    return {
+        "tp_styles": frozenset(cut.values()),
+        # False where the projections of attention are gathered.
+        "tp_cuts_heads": any(style == "colwise" and ("attn" in name or "attention" in name) for name, style in cut.items()),
+        "needs_mask": needs_mask(model),
+        "whole_stream": whole_stream(model),
+        "whole_sequences": whole_sequences(model),
+        "uncut": uncut(model),
+    }
 
 
 def _facts_of_images(model: Any, side: int) -> ModelFacts:

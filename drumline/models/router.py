@@ -89,10 +89,15 @@ def router_of(model: Any) -> RouterLoss | None:
     return loss
 
 
+def loads_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The experts' loads in the last forward, padding among them, over the layers whose experts are cut over ranks (parallel.experts)."""
+    found: list[Any] = [module.load_E for module in model.modules() if hasattr(module, "load_E")]
+    return {f"{LOAD}{expert}": load for expert, load in enumerate(torch.stack(found).sum(0).double())} if found else {}
+
+
 def router_metrics(sums: dict[str, float], denominator: float) -> dict[str, Any]:
     """The metrics of a step: `router_loss`, a mean like the loss (at best 1), and `expert_load`: the share of each expert in all choices
     (1 / E if they are even). Empty for a model without experts."""
-    if "router_loss" not in sums:
-        return {}
     loads = [load for name, load in sums.items() if name.startswith(LOAD)]
-    return {"router_loss": sums["router_loss"] / denominator, "expert_load": [load / max(1.0, sum(loads)) for load in loads]}
+    loss = {"router_loss": sums["router_loss"] / denominator} if "router_loss" in sums else {}
+    return loss | ({"expert_load": [load / max(1.0, sum(loads)) for load in loads]} if loads else {})

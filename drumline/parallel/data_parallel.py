@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drumline.core.cost import BUCKET
 from drumline.parallel.compress import Compressor
+from drumline.parallel.experts import of_experts
 from drumline.parallel.norms import local
 
 T = TypeVar("T", bound=torch.Tensor)
@@ -33,6 +34,13 @@ class Spread:
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around a micro-batch's forward and backward; gradients must be reduced once the last one is through."""
         return contextlib.nullcontext()
+
+    def stepped(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """What an optimizer steps in the place of the model's parameters, by name."""
+        return named
+
+    def after_step(self) -> None:
+        """Once it has stepped. Collective."""
 
     def exposed_communication(self) -> float | None:
         """Seconds of the last step in which backward had ended and gradients were still on their way; None where it is not known."""
@@ -96,12 +104,15 @@ class Sharded(Spread):
 
 class BucketedAllReduce(Spread):
     """Copies whose parameters are themselves spread (tensor parallel, a pipeline's stage), which DDP does not take: this rank's parts
-    of the gradients are averaged over `group`, the ranks that hold the same parts and see other tokens, after the last micro-batch."""
+    of the gradients are averaged over `group`, the ranks that hold the same parts and see other tokens, after the last micro-batch.
+    `experts`: that group for experts which are cut over data ranks."""
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET) -> None:
+    def __init__(
+        self, module: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET, experts: dist.ProcessGroup | None = None
+    ) -> None:
         super().__init__(module)
-        self.group, self.ranks, self.bucket_bytes = group, dist.get_world_size(group), bucket_bytes
-        self.clock = _Clock()
+        self.groups, self.bucket_bytes = (group, group if experts is None else experts), bucket_bytes
+        self.clock = Clock()
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -114,18 +125,22 @@ class BucketedAllReduce(Spread):
 
         A gradient that only other ranks have counts as zero here and is made; one that no rank has stays None.
         """
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
-        if self.ranks == 1 or not parameters:
-            return
-        with self.clock.measure(parameters[0].device.type), torch.no_grad():
-            under_way: list[_Bucket] = []
-            for bucket in buckets(parameters, self.bucket_bytes):
-                under_way.append(_Bucket(bucket, self.group))
-                # One is on its way while the next is packed: more would only take memory.
-                if len(under_way) > 1:
-                    under_way.pop(0).unpack(self.ranks)
-            for last in under_way:
-                last.unpack(self.ranks)
+        trainable = [p for p in self.module.parameters() if p.requires_grad]
+        apart = [p for p in trainable if self.groups[0] is not self.groups[1] and of_experts(p)]
+        rest = [p for p in trainable if not any(p is other for other in apart)]
+        for parameters, group in zip((rest, apart), self.groups, strict=True):
+            ranks = dist.get_world_size(group)
+            if ranks == 1 or not parameters:
+                continue
+            with self.clock.measure(parameters[0].device.type), torch.no_grad():
+                under_way: list[_Bucket] = []
+                for bucket in buckets(parameters, self.bucket_bytes):
+                    under_way.append(_Bucket(bucket, group))
+                    # One is on its way while the next is packed: more would only take memory.
+                    if len(under_way) > 1:
+                        under_way.pop(0).unpack(ranks)
+                for last in under_way:
+                    last.unpack(ranks)
 
     def exposed_communication(self) -> float:
         return self.clock.seconds()
@@ -169,7 +184,7 @@ def buckets(tensors: Iterable[T], bucket_bytes: int) -> Iterator[list[T]]:
         yield bucket
 
 
-class _Clock:
+class Clock:
     """Seconds of a stretch of work, on a GPU by events in its stream: of the last one that has ended, since nothing is waited for."""
 
     def __init__(self) -> None:

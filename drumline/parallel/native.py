@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from drumline.core.heartbeat import alive, beat
 from drumline.core.plan import Plan
+from drumline.core.rule import plain as plain_mesh
 from drumline.dist.mesh import device_mesh, gradient_group
 from drumline.dist.seeds import derive
-from drumline.errors import ModelError
+from drumline.errors import ModelError, PlanError
 from drumline.models import adapters
 from drumline.models.blocks import blocks, tensor_plan
 from drumline.models.head import ForwardWithObjective
@@ -26,6 +27,7 @@ from drumline.parallel.compress import compress_ddp
 from drumline.parallel.context_parallel import apply_context_parallel
 from drumline.parallel.data_parallel import BucketedAllReduce, Replicated, Sharded, Spread, Unreplicated
 from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, total
+from drumline.parallel.experts import apply_expert_parallelism
 from drumline.parallel.in_turn import InBackward, OnHost
 from drumline.parallel.low import LowAdamW
 from drumline.parallel.norms import LossScale, global_norm, local, total_norm
@@ -40,6 +42,7 @@ from drumline.parallel.optimizer import (
     set_rate,
     take_step,
 )
+from drumline.parallel.shared_step import SharedStep
 from drumline.parallel.tensor_parallel import apply_tp
 from drumline.parallel.transforms import (
     agree_on_statistics,
@@ -76,7 +79,10 @@ def prepare(
     whole = device_mesh(plan.mesh, plan.device) if spreads else None
     if plan.mesh.tp > 1 and (plan.mesh.pp == 1 or tensor_plan(model)):  # a stage may have no layer that is cut
         assert whole is not None
-        apply_tp(model, whole["tp"])
+        apply_tp(model, whole["tp"], plan.stream_parts > 1, plan.activation_checkpointing == "none")
+    if plan.mesh.ep > 1:
+        assert whole is not None
+        apply_expert_parallelism(model, whole["ep"])
     if config.model.sync_batchnorm and whole is not None:
         apply_sync_batchnorm(model, plan.device, config.model.sync_batchnorm_ranks)
     module = Plain(model) if plain else ForwardWithObjective(model)
@@ -101,9 +107,13 @@ def spread_over_data(
     values.fill(model)
     if whole is None or plan.data_parallel != "ddp":
         return Unreplicated(module)
-    options = plan.config.strategy.copies()
-    if plan.mesh.tp > 1 or not overlaps:
-        return BucketedAllReduce(module, gradient_group(whole), int(options.bucket_cap_mb * 2**20))
+    options, strategy = plan.config.strategy.copies(), plan.config.strategy
+    bucket_bytes = int(options.bucket_cap_mb * 2**20)
+    if strategy.optimizer_shards(plan.mesh) > strategy.shards(plan.mesh):
+        return SharedStep(module, whole, bucket_bytes)
+    if plan.mesh.tp * plan.mesh.ep > 1 or not overlaps:
+        experts = whole["replicate"].get_group() if plan.mesh.ep > 1 else None
+        return BucketedAllReduce(module, gradient_group(whole), bucket_bytes, experts)
     ddp = apply_ddp(module, options, gradient_group(whole))
     return Replicated(ddp, compress_ddp(ddp, options.compression, derive(plan.config.run.seed, "compression")))
 
@@ -138,7 +148,7 @@ class ForwardEngine:
         casts = plan.pure or (isinstance(spread, Sharded) and spread.casts)
         self.autocast_dtype = None if casts else LOW_PRECISION.get(plan.precision)
         self.batch_norms = batch_norms(model)
-        self.is_whole = isinstance(spread, Unreplicated | Replicated) and plan.mesh.tp * plan.mesh.cp * plan.mesh.pp == 1
+        self.is_whole = isinstance(spread, Unreplicated | Replicated) and plain_mesh(plan.mesh)
         self.model.eval()
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
@@ -234,14 +244,18 @@ class NativeEngine(ForwardEngine):
         self.max_grad_norm = plan.config.optimizer.max_grad_norm
         self.loss_scale = LossScale(plan.config.precision.initial_scale, enabled=plan.precision == "fp16")
         self.named = dict(model.named_parameters())
+        self.stepped = spread.stepped(self.named)
         options, own = plan.config.optimizer, make_optimizer and make_optimizer(model)
         inner = {id(p) for block in blocks(model) for p in block.parameters() if p.ndim == 2} if options.kind == "muon" else set()
         matrices = frozenset(name for name, parameter in self.named.items() if id(parameter) in inner)
         seed = plan.config.run.seed
         low = (lambda groups: LowAdamW(groups, options, plan.config.precision, seed)) if plan.pure else None
         goes = InBackward if options.in_backward else OnHost if options.offload else None
+        if own is not None and self.stepped is not self.named:
+            what = "it steps the model's own parameters, and shard_optimizer parts of them"
+            raise PlanError(what, where="make_optimizer", fix="use strategy=fsdp2, or leave make_optimizer out")
         if goes is None or own is not None:
-            self.optimizer: Any = build_optimizer(self.named, options, own, matrices, low)
+            self.optimizer: Any = build_optimizer(self.stepped, options, own, matrices, low)
         else:
             self.optimizer = goes(self.named, lambda some: build_optimizer(some, options))
         # Fused kernels leave all as it is where `found_inf` is 1; for others the host decides.
@@ -283,7 +297,7 @@ class NativeEngine(ForwardEngine):
         if isinstance(self.optimizer, InBackward):
             return total_norm(self.optimizer.squares, self.device)
         self.loss_scale.unscale([local(g) for g in self._gradients()])
-        counted = [p.grad for name, p in self.named.items() if p.grad is not None and name not in self.counted_elsewhere]
+        counted = [p.grad for name, p in self.stepped.items() if p.grad is not None and name not in self.counted_elsewhere]
         return global_norm(counted, self.device, self.group)
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
@@ -298,10 +312,13 @@ class NativeEngine(ForwardEngine):
             if self.masks:
                 self.optimizer.found_inf = (~finite).float()
             take_step(self.optimizer)
+            self.spread.after_step()
             self.loss_scale.good()
         else:
             self.loss_scale.overflow()
         self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.named.values():
+            parameter.grad = None
 
     def rescales(self) -> bool:
         return self.loss_scale.enabled
@@ -331,17 +348,17 @@ class NativeEngine(ForwardEngine):
             self.spread.compressor.step = state["step"]
 
     def _kept(self) -> dict[str, torch.Tensor]:
-        return canonical_tensors(self.model) | optimizer_tensors(self.optimizer, self.named)
+        return canonical_tensors(self.model) | optimizer_tensors(self.optimizer, self.stepped)
 
     def memory_stats(self) -> MemoryStats:
         return MemoryStats.of(
             [*self.named.values(), *scales_of(self.model)],
-            self._gradients(),
+            [p.grad for p in self.named.values() if p.grad is not None],
             [*tensors_in(*self.optimizer.state.values()), *getattr(self.optimizer, "copies", ())],
         )
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self.named.values() if p.grad is not None]
+        return [p.grad for p in self.stepped.values() if p.grad is not None]
 
 
 def lowered(values: Any, precision: str) -> Any:

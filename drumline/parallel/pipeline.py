@@ -24,6 +24,7 @@ from drumline.models import adapters
 from drumline.models.shards import Values, all_tensors
 from drumline.parallel.data_parallel import Spread
 from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, total
+from drumline.parallel.experts import apply_expert_parallelism
 from drumline.parallel.native import ForwardEngine, NativeEngine, spread_over_data, whole
 from drumline.parallel.norms import local
 from drumline.parallel.optimizer import at_mean
@@ -58,7 +59,9 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
     if not next(model_part.parameters()).is_meta:
         model_part.to(values.device)
     if plan.mesh.tp > 1:
-        apply_tp(model_part, whole["tp"])
+        apply_tp(model_part, whole["tp"], plan.stream_parts > 1, plan.activation_checkpointing == "none")
+    if plan.mesh.ep > 1:
+        apply_expert_parallelism(model_part, whole["ep"])
     apply_activation_checkpointing(model_part, plan.activation_checkpointing)
     apply_compile(model_part, plan.config.compile)
     stages = [StageWithObjective(model_part, cuts, layers[index], dtype) for index in mine]

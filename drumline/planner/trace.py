@@ -84,7 +84,9 @@ def question_of(config: Config, model_path: str | None, layout: Layout, facts: M
         raise Untraceable("it sees images of many sizes")
     if layout.engine == "pipeline" and layout.mesh.tp * layout.mesh.cp > 1:
         raise Untraceable("its pipeline's stages are cut")
-    plain: dict[str, Any] = {"strategy": make(StrategySpec, "single"), "compile": CompileConfig()}
+    cut = layout.stream_parts > 1
+    strategy = make(StrategySpec, "tp", sequence_parallel=True) if cut else make(StrategySpec, "single")
+    plain: dict[str, Any] = {"strategy": strategy, "compile": CompileConfig()}
     if isinstance(config.adapter, LoRAConfig):
         plain["adapter"] = config.adapter.model_copy(update={"quantize": "none"})
     plan = Plan(
@@ -109,7 +111,7 @@ def question_of(config: Config, model_path: str | None, layout: Layout, facts: M
     all_low = layout.pure or (layout.engine == "deepspeed" and plan.precision != "fp32")
     low = plan.precision if all_low else config.strategy.gathered_in(plan.precision, config.images_alone)
     hf_config = load_config(model_path, config.model)
-    made = {"plan": json.loads(plan.model_dump_json()), "rows": layout.rows, "length": layout.length, "dtype": low}
+    made = {"plan": json.loads(plan.model_dump_json()), "rows": layout.rows, "length": layout.length, "dtype": low, "cut": cut}
     made["model"] = hf_config.to_dict()
     return made | {"layers": _layers(getattr(hf_config.get_text_config(), "layer_types", None) or [], facts.layers)}
 

@@ -130,13 +130,17 @@ def lay_out_spreadable(
     lacks = {
         "tp": "tensor parallelism requires a plan: which layers are cut by columns and which by rows" if not tp_plan else "",
         "cp": "context parallelism requires attention that it knows, that of a Hugging Face model",
+        "ep": "expert parallelism requires a mixture of experts that it knows, that of a Hugging Face model",
         "pp": f"schedule {schedule} requires a Hugging Face model" if schedule in ("interleaved", "zero_bubble") else "",
     }
     for degree, what in lacks.items():
         if getattr(plan.mesh, degree) > 1 and what:
             tp = 'give tp_plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or use'
-            fix = {"tp": tp, "cp": "use", "pp": "use schedule 1f1b or gpipe,"}[degree]
+            fix = {"tp": tp, "pp": "use schedule 1f1b or gpipe,"}.get(degree, "use")
             raise PlanError(what, where="strategy", fix=f"{fix} ddp, fsdp2 or zero3")
+    if plan.stream_parts > 1:
+        what = "the stream between the blocks of a Hugging Face model is known, and that of no other module"
+        raise PlanError(what, where="strategy.sequence_parallel", fix="take it out")
     if plan.data_parallel == "dp":
         raise PlanError("nn.DataParallel cuts batches whose kind it knows", where="strategy", fix="use ddp")
     model, source = lay_out_module(build, derive(plan.config.run.seed, "weights"), device)

@@ -50,6 +50,14 @@ ROWS: dict[str, Row] = {
     "fsdp2, bf16": Row({"kind": "fsdp2"}, 2, LOW, within=0.12),
     "fsdp2, grad-op": Row({"kind": "fsdp2", "reshard_after_forward": False}, 2, LOW, within=0.12),
     "tp": Row({"kind": "tp"}, 2),
+    "tp, sequence parallel": Row({"kind": "tp", "sequence_parallel": True}, 2, within=0.08),
+    "tp, sequence parallel, bf16": Row({"kind": "tp", "sequence_parallel": True}, 2, LOW, within=0.08),
+    "tp, sequence parallel, full": Row({"kind": "tp", "sequence_parallel": True}, 2, FULL, within=0.08),
+    "ddp, sharded optimizer": Row({"kind": "ddp", "shard_optimizer": True}, 2, within=0.08),
+    "ddp x pp, sharded optimizer": Row(
+        {"kind": "ddp", "pp": 2, "shard_optimizer": True}, 4, {"batch": {"global_samples": 8, "micro_batch": 2}}, within=0.08
+    ),
+    "ddp x tp, sharded optimizer": Row({"kind": "ddp", "tp": 2, "shard_optimizer": True}, 4, within=0.08),
     "pp": Row({"kind": "pp"}, 2, {"batch": {"global_samples": 8, "micro_batch": 2}}, within=0.12),
     "pp, interleaved": Row({"kind": "pp", "schedule": "interleaved"}, 2, {"batch": {"global_samples": 8, "micro_batch": 2}}, within=0.12),
     "single, pure bf16, kahan, full": Row({"kind": "single"}, 1, {"precision": {**PURE["precision"], "rounding": "kahan"}} | FULL),

@@ -41,18 +41,26 @@ UNEVEN = (
     "fsdp2 hybrid 2 x 2",
     "tp 2, activation checkpointing",
     "fsdp2 2 x tp 2",
+    "tp 2, sequence parallel",
+    "fsdp2 2 x tp 2, sequence parallel, activation checkpointing",
+    "tp 2 x pp 2, sequence parallel, interleaved",
+    "cp 2 x tp 2, sequence parallel",
     "cp 2 x tp 2",
     "fsdp2 2 x pp 2, interleaved",
     "tp 2 x pp 2",
+    "ddp 2, sharded optimizer",
+    "ddp 2 x tp 2, sharded optimizer",
+    "ddp 2 x pp 2, sharded optimizer",
     "zero2 2, accumulation 4",
     "zero3 4",
     "fsdp2 2, bf16",
     "tp 2, bf16",
+    "tp 2, sequence parallel, bf16",
     "zero1 2, bf16",
     "zero2 2, bf16",
 )
 PARTS = {"stage3_param_persistence_threshold": 100}
-LORA = ("fsdp2 2, activation checkpointing", "tp 2", "tp 2, activation checkpointing")
+LORA = ("fsdp2 2, activation checkpointing", "tp 2", "tp 2, activation checkpointing", "tp 2, sequence parallel")
 COMPRESSED: dict[str, dict[str, Any]] = {"int8": {}, "topk": {"ratio": 0.1}, "powersgd": {"rank": 4}}
 FAR = {**CUT, "options": {"zero_optimization": {**PARTS, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 40000}}}
 OWN_HEAD = {"init": "random", "config": {"tie_word_embeddings": False}}
@@ -76,6 +84,7 @@ EXACT = [
 KEPT = (
     "fsdp2 2, accumulation 4",
     "tp 2, activation checkpointing",
+    "tp 2, sequence parallel",
     "zero2 2, accumulation 4",
     "ddp, int8",
     "diloco, a step apart",

@@ -45,6 +45,18 @@ PIPELINE_PAIRS = [
     ("ddp 2 x pp 2", "fsdp2 2 x tp 2"),
     ("fsdp2 hybrid 2 x 2", "ddp 2 x pp 2"),
 ]
+# The stream cut by tokens, and the step shared out over copies of parts.
+PARTS: dict[str, tuple[int, Any]] = {
+    "tp 2, sequence parallel": (2, {"kind": "tp", "sequence_parallel": True}),
+    "ddp 2 x tp 2, sharded optimizer": (4, {"kind": "ddp", "tp": 2, "shard_optimizer": True}),
+    "ddp 2 x pp 2, sharded optimizer": (4, {"kind": "ddp", "pp": 2, "shard_optimizer": True}),
+}
+PARTS_PAIRS = [
+    ("tp 2, sequence parallel", "ddp 2 x tp 2, sharded optimizer"),
+    ("ddp 2 x tp 2, sharded optimizer", "single"),
+    ("fsdp2 2", "ddp 2 x pp 2, sharded optimizer"),
+    ("ddp 2 x pp 2, sharded optimizer", "tp 2, sequence parallel"),
+]
 # With an adapter only what learns is in a checkpoint.
 LORA = "lora, "
 LORA_PAIRS = [(f"{LORA}ddp 2", f"{LORA}fsdp2 2"), (f"{LORA}fsdp2 2", f"{LORA}single")]
@@ -63,16 +75,17 @@ ZERO_PAIRS = [
 NAMES = list(SPREADS)
 # The next one and the third: both ways between world sizes, whole and cut, are among them.
 SOME = [(a, NAMES[(index + away) % len(NAMES)]) for index, a in enumerate(NAMES) for away in (1, 3)]
-PAIRS = [*SOME, *LORA_PAIRS, *PIPELINE_PAIRS, *ZERO_PAIRS]
+PAIRS = [*SOME, *LORA_PAIRS, *PIPELINE_PAIRS, *PARTS_PAIRS, *ZERO_PAIRS]
 # Both ways between the same two, or between degrees that others cover: with --full alone.
 AGAIN = [(a, b) for a, b in SOME if NAMES.index(b) != (NAMES.index(a) + 1) % len(NAMES)]
 AGAIN += [("ddp 2 x pp 2", "fsdp2 2 x tp 2"), ("pp 2", "ddp 2 x pp 2"), ("zero3 2", "zero3 4"), ("zero1 2", "single"), ("zero2 2", "ddp 2")]
+AGAIN += PARTS_PAIRS[1:3]
 AGAIN += [("tp 2", "pp 2"), ("zero3 4", "zero1 2"), ("fsdp2 hybrid 2 x 2", "ddp 2 x pp 2"), (f"{LORA}fsdp2 2", f"{LORA}single")]
 REST = [(a, b) for a in SPREADS for b in SPREADS if a != b and (a, b) not in SOME]
 
 
 def spread(name: str) -> tuple[int, Any]:
-    return (SPREADS | PIPELINES | ZERO)[name.removeprefix(LORA)]
+    return (SPREADS | PIPELINES | PARTS | ZERO)[name.removeprefix(LORA)]
 
 
 def reference_of(name: str) -> str:

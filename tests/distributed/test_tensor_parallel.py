@@ -50,8 +50,22 @@ class Kind:
     checkpointing: bool = False
     compiled: bool = False
     chunk: int = 8
+    stream: bool = False
 
 
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2}
+GPT2 = {
+    "vocab_size": 96,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "n_embd": 32,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_positions": 64,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
 KINDS = {
     "llama tied": Kind("llama", {"tie_word_embeddings": True}),
     "llama untied, plain cross-entropy": Kind("llama", {"tie_word_embeddings": False}, chunk=0),
@@ -68,11 +82,32 @@ KINDS = {
     "scaled embedding": Kind("gemma3_text", {"head_dim": 8}),
     "lora": Kind("qwen2", adapter=LoRAConfig(kind="lora", r=3)),
     "lora, fused projections": Kind("phi3", adapter=LoRAConfig(kind="lora", r=3)),
+    "experts": Kind("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "shared experts": Kind("qwen2_moe", {**MIXTURE, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}),
+    "queries, keys and values in one": Kind("gpt2", GPT2),
+    "stream": Kind("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, stream=True),
+    "stream, checkpointed": Kind("qwen3", {"head_dim": 8}, checkpointing=True, stream=True),
+    "stream, compiled": Kind("llama", {"num_hidden_layers": 1}, compiled=True, stream=True),
+    "stream, whole heads": Kind("olmo2", stream=True),
+    "stream, lora": Kind("qwen2", adapter=LoRAConfig(kind="lora", r=3), stream=True),
+    "stream, capped logits": Kind("gemma2", {"head_dim": 8, "vocab_size": 97}, stream=True),
+    "stream, experts": Kind("qwen3_moe", {**MIXTURE, "head_dim": 8, "moe_intermediate_size": 24}, stream=True),
+    "stream, queries, keys and values in one": Kind("gpt2", GPT2, stream=True),
 }
 
 
 # What two others show together, or what takes a compiler half a minute: with --full alone.
-AGAIN = ("norms between, compiled", "norms between, checkpointed", "whole heads", "lora, fused projections", "odd widths")
+AGAIN = (
+    "stream, compiled",
+    "stream",
+    "stream, capped logits",
+    "shared experts",
+    "norms between, compiled",
+    "norms between, checkpointed",
+    "whole heads",
+    "lora, fused projections",
+    "odd widths",
+)
 
 
 def batch(vocabulary: int) -> TokenBatch:
@@ -87,7 +122,9 @@ def batch(vocabulary: int) -> TokenBatch:
 
 
 def built(kind: Kind) -> Any:
-    model = build_model(None, ModelConfig(config={"model_type": kind.model_type, **SIZES, **kind.config}), seed=3)
+    model = build_model(
+        None, ModelConfig(config={"model_type": kind.model_type, **({} if kind.model_type == "gpt2" else SIZES), **kind.config}), seed=3
+    )
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -123,8 +160,8 @@ def compare(kind: Kind) -> dict[str, Any]:
     """What differs: {} where all is as in one process."""
     expected, whole = trained(built(kind), kind)
     model = built(kind)
-    apply_tp(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     require_next_token(model, "cpu", packed=True)
+    apply_tp(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), kind.stream, not kind.checkpointing)
     apply_activation_checkpointing(model, "full" if kind.checkpointing else "none")
     apply_compile(model, CompileConfig(enabled=kind.compiled))
     sums, gradients = trained(model, kind)

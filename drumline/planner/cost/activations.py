@@ -18,7 +18,7 @@ from drumline.core.estimate import Activations
 from drumline.core.facts import ModelFacts, Weight
 from drumline.core.plan import Layout
 
-EXPERTS = 8  # of a mixture, those that a token is taken to go through; their number is in the config alone
+EXPERTS = 8  # of a mixture, those that a token is taken to go through where its config does not say
 PYTHON_GELU = {"NewGELUActivation", "GELUActivation", "FastGELUActivation", "QuickGELUActivation"}
 
 
@@ -58,7 +58,8 @@ def block_of(facts: ModelFacts) -> Block:
     factors = [w for w in linear if "lora_A" in w.name]
     cubes = [set(w.shape[1:]) - {facts.hidden} for w in weights if len(w.shape) == 3]
     experts = [min(inner) for inner in cubes if inner]
-    inner = (EXPERTS * min(experts) if experts else _sides(feed[-1])[0] * (EXPERTS if len(feed) > 4 else 1)) if feed else 4 * facts.hidden
+    chosen = facts.experts_per_token or EXPERTS
+    inner = (chosen * min(experts) if experts else _sides(feed[-1])[0] * (chosen if len(feed) > 4 else 1)) if feed else 4 * facts.hidden
     places = {_stem(w.name): "out" if _in_attention(w) else "down" if w is feed[-1] else "up" for w in base}
     places |= {_stem(w.name): "qkv" for w in ahead}
     return Block(
@@ -109,7 +110,8 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
         scores = 4 + width * facts.caps_scores + dropped
     joins = kernel == "documents" and not scores and (layout.config.packs or facts.bidirectional)
     kept = Attention(mask, repeats, scores, drops, joins)
-    return _formula(facts, kind_of(layout), layout.activation_checkpointing, layout.length, kept, adapter, layout.mesh.tp)
+    cuts = layout.mesh.tp, layout.stream_parts
+    return _formula(facts, kind_of(layout), layout.activation_checkpointing, layout.length, kept, adapter, *cuts)
 
 
 class Attention(NamedTuple):
@@ -125,15 +127,20 @@ class Attention(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _formula(facts: ModelFacts, kind: Kind, recomputes: str, length: int, attention: Attention, adapter: bool, tp: int) -> Activations:
+def _formula(
+    facts: ModelFacts, kind: Kind, recomputes: str, length: int, attention: Attention, adapter: bool, tp: int, parts: int
+) -> Activations:
+    """`parts`: that tp ranks cut the residual stream into by tokens; what a region gathers is there while it runs."""
     block, width = block_of(facts), 4 if kind == "fp32" else 2
-    stream = (2 if kind == "low" else 4) * block.hidden  # bytes of a token's hidden states between blocks
-    everything = _saved(facts, block, kind, length, attention, tp)
+    whole = (2 if kind == "low" else 4) * block.hidden  # bytes of a token's hidden states between blocks
+    stream, gathered = whole / parts, width * block.hidden * (parts > 1)
+    everything = _saved(facts, block, kind, length, attention, tp, parts, recomputes != "none")
     queries, feed = block.queries / tp, block.feed / tp
     wide = width * (3 if block.gated else 2) * feed
     # Gradients of the feed-forward's two branches, and of the stream; LoRA's fp32 copies of what a low precision made.
-    backward = stream + width * 2 * feed + (7 * feed if adapter and kind != "fp32" else 0)
+    backward = stream + width * 2 * feed + (7 * feed if adapter and kind != "fp32" else 0) + gathered * (2 if recomputes == "none" else 1)
     forward = max(4 * width * queries, width * block.hidden) + (6 * feed + 6 * block.hidden if adapter and kind != "fp32" else 0)
+    forward += 2 * gathered + whole - stream  # the embedding's result is there while blocks run
     if recomputes == "none":
         saved = everything
     else:
@@ -146,10 +153,10 @@ def _formula(facts: ModelFacts, kind: Kind, recomputes: str, length: int, attent
             twice = width * (queries + (0 if block.ranks else block.keys / tp + feed * block.gated)) + 4 * block.heads / tp
         saved = stream + kept
         backward += everything - stream - twice
-        forward = max(forward, 2 * stream + wide + width * block.hidden)
+        forward = max(forward, 2 * stream + wide + width * block.hidden + gathered + whole - stream)
     # Cosines and sines of rotary positions; what the last norm keeps, and what it gives to the head.
     angles = 2 * (2 if kind == "low" else 4) * max(1, block.queries // block.heads)
-    end = (8 if kind == "low" else 12) * block.hidden - (0 if block.trainable else stream) + angles + 4
+    end = (8 if kind == "low" else 12) * block.hidden - (0 if block.trainable else whole) + angles + 4
     return Activations(saved_block=saved, saved_ends=end, live_forward=forward, live_backward=backward)
 
 
@@ -165,22 +172,25 @@ def tower_bytes(facts: ModelFacts, low: bool) -> float:
     return 4 * 1.5 * (2 if low else 4) * total
 
 
-def _saved(facts: ModelFacts, block: Block, kind: Kind, length: int, attention: Attention, tp: int) -> float:
-    """Bytes of a token that one block keeps without recomputation. Tensor parallelism cuts heads and feed-forward, not the stream."""
+def _saved(
+    facts: ModelFacts, block: Block, kind: Kind, length: int, attention: Attention, tp: int, parts: int = 1, again: bool = False
+) -> float:
+    """Bytes of a token that one block keeps without recomputation. Tensor parallelism cuts heads and feed-forward; with `parts` the stream
+    is cut, too, and of a region's input, gathered in the type of its products, a rank keeps its part unless blocks are computed `again`."""
     h, q, kv, feed = block.hidden, block.queries / tp, block.keys / tp, block.feed / tp
     width = 4 if kind == "fp32" else 2
     inputs = {part: block.trainable or part in block.adapted for part in ("qkv", "out", "up", "down")}
     # A norm keeps its input as it is, or of RMS norms in fp32 and, for the weight's gradient, normed.
     stream = 2 if kind == "low" else 4
-    total: float = block.norms * (h * (4 + stream * block.trainable if block.rms else stream) + (4 if block.rms else 8))
+    total: float = block.norms * (h * (4 + stream * block.trainable if block.rms else stream) + (4 if block.rms else 8)) / parts
     for part, copies in (("qkv", 3), ("up", 2 if block.gated else 1)):
         if inputs[part]:
             # Autocast makes each of them a copy of its own out of the fp32 result of the norm.
-            total += width * h * (copies if kind == "autocast" else 1)
+            total += width * h * (copies if kind == "autocast" and parts == 1 else 1 / (1 if again else parts))
     # Beside a mask keys and values are repeated for each query head, and each layer turns it into numbers.
     total += width * (attention.mask + (4 * q if attention.repeats else 2 * q + 2 * kv))
     total += width * q * (attention.joins and inputs["out"])
-    total += block.heads / tp * (length * attention.scores or 4) + 2 * h * attention.drops
+    total += block.heads / tp * (length * attention.scores or 4) + 2 * h * attention.drops / parts
     if block.head_norms:
         total += (8 if kind == "fp32" else 6) * (q + kv)
     activation = 4 + (kind != "fp32") if not block.gated and facts.classes & PYTHON_GELU else 3 if block.gated else 1

@@ -17,7 +17,19 @@ from typing import NamedTuple
 
 from drumline.core.cost import FULL, LOW, WIDTH, Buffers, State, entry_bytes, kind_of
 from drumline.core.estimate import PROCESS, Activations, HostMemory, Memory
-from drumline.core.facts import ModelFacts, Part, end_weights, ends, largest_block, packed, packed_scales, part, part_of, rank_params
+from drumline.core.facts import (
+    ModelFacts,
+    Part,
+    end_weights,
+    ends,
+    experts_over,
+    largest_block,
+    packed,
+    packed_scales,
+    part,
+    part_of,
+    rank_params,
+)
 from drumline.core.plan import Layout
 from drumline.core.rollouts import ContinuousGenerator, VLLMGenerator
 from drumline.core.rule import packed_bits, plain
@@ -52,7 +64,8 @@ def stage_of(layout: Layout, facts: ModelFacts, rank: int) -> Part:
 
 def state_of(layout: Layout, facts: ModelFacts, mine: Part) -> State:
     """What a rank with this part of the model holds between steps."""
-    state, bits = layout.strategy.state(layout, as_kept(layout, facts), mine), packed_bits(layout.config)
+    kept, bits = as_kept(layout, experts_over(facts, layout.mesh.ep)), packed_bits(layout.config)
+    state = layout.strategy.state(layout, kept, mine)
     if bits:
         state = replace(state, parameters=state.parameters + packed_scales(facts, mine, bits)[0])
     return state if layout.device == "cuda" else state.here()
@@ -75,6 +88,7 @@ def _unpacked(layout: Layout, facts: ModelFacts, mine: Part) -> float:
 
 def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, rank: int, engine: int = 0) -> Memory:
     """Bytes of a rank of stage `rank` of the pipeline. `engine`: of a sampler beside the model."""
+    facts = experts_over(facts, layout.mesh.ep)
     mine = stage_of(layout, facts, rank)
     state, other = state_of(layout, facts, mine), auxiliary_of(layout, facts, rank)
     kept = activations or formula(layout, facts)
@@ -93,7 +107,7 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
     factor, overhead, mesh = 1.0, 0, layout.mesh
     if layout.device == "cuda":
         # The context, and a communicator for all ranks and for each axis of the mesh.
-        axes = sum(size > 1 for size in (mesh.pp, mesh.replicate, mesh.shard, mesh.cp, mesh.tp))
+        axes = sum(size > 1 for size in mesh.model_dump().values())
         factor, overhead = layout.strategy.reserve, CONTEXT + GROUP * (1 + axes if axes else 0)
     return Memory(
         parameters=state.parameters + other.parameters,

@@ -122,7 +122,8 @@ def _exposed(layout: Layout, cluster: Cluster, flows: list[Flow], hidden: dict[s
     wires: dict[str, float] = {}
     exposed, mesh = 0.0, layout.mesh
     # Neighbours in the mesh share a host, tensor parallel ones first.
-    strides = {"tp": 1, "cp": mesh.tp, "shard": mesh.tp, "gradients": mesh.tp, "replicate": mesh.tp * mesh.cp * mesh.shard}
+    strides = {"tp": 1, "cp": mesh.tp, "shard": mesh.tp, "gradients": mesh.tp, "ep": mesh.tp * mesh.cp}
+    strides["replicate"] = mesh.tp * mesh.cp * mesh.ep * mesh.shard
     for flow in flows:
         together = max(1, min(flow.ranks, cluster.per_node // strides.get(flow.axis, mesh.world_size // mesh.pp)))
         each = cluster.collective_seconds(flow.kind, flow.bytes_ / flow.calls, flow.ranks, together)
@@ -147,7 +148,7 @@ def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) ->
     device, host and disk: of those beside computing, what takes longer counts."""
     options, mesh, strategy = layout.config.optimizer, layout.mesh, layout.strategy
     # Parameters that a rank updates, of all trainable models.
-    trainable = sum(model.trainable for _, model in layout.trainable(facts)) / (mesh.tp * mesh.pp * strategy.shards(mesh))
+    trainable = sum(model.trainable for _, model in layout.trainable(facts)) / (mesh.tp * mesh.pp * strategy.optimizer_shards(mesh))
     moved = trainable * (options.does.moved[not options.fused] + CLIPPED)
     place, on_host = (
         "cpu" if options.offload else strategy.offloads()[0],

@@ -7,7 +7,7 @@ from collections import Counter
 from functools import lru_cache
 
 from drumline.core.cost import WIDTH, Axis, Volume, kind_of
-from drumline.core.facts import ModelFacts, cut_dimension, cut_weights, part, tp_ranks, weights_of
+from drumline.core.facts import ModelFacts, cut_dimension, cut_weights, experts_over, part, tp_ranks, weights_of
 from drumline.core.model import Head
 from drumline.core.plan import Layout
 from drumline.planner.cost.memory import as_kept
@@ -24,12 +24,12 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:
     """
     volume, mesh, strategy = Volume(), layout.mesh, layout.strategy
     wrap = getattr(strategy, "wrap", None)
-    for head, model in layout.trainable(facts):
-        volume.part = 1.0
+    for head, whole in layout.trainable(facts):
+        volume.part, model = 1.0, experts_over(whole, mesh.ep)
         batch_norms(volume, layout, model)
         for tp_rank, share in tp_ranks(model, mesh.tp):
-            kept = as_kept(layout, model) if model is facts else model
-            has = cut_weights(kept, mesh.pp > 1, mesh.tp, tp_rank, strategy.shards(mesh), wrap and tuple(wrap))
+            kept = as_kept(layout, model) if whole is facts else model
+            has = cut_weights(kept, mesh.pp > 1, mesh.tp, tp_rank, strategy.optimizer_shards(mesh), wrap and tuple(wrap))
             volume.part = share / mesh.pp  # all stages together, dealt to their ranks
             strategy.send(volume, layout, kept, has, step)
             pipeline(volume, layout, model, has)
@@ -39,6 +39,9 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:
         optimizer(volume, layout, model)
         tensor(volume, layout, model, head)
         context(volume, layout, model, head)
+        tokens = layout.rows * layout.positions * layout.batch.accumulation
+        if mesh.ep > 1:
+            experts(volume, layout, model, tokens, mesh.ep, "ep")
     return volume
 
 
@@ -57,10 +60,10 @@ def batch_norms(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
 
 def optimizer(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
     """What the step of an optimizer sends that needs whole matrices, or their sums: along each axis that a weight is cut over in turn."""
-    mesh, shards = layout.mesh, layout.strategy.shards(layout.mesh)
+    mesh, shards = layout.mesh, layout.strategy.optimizer_shards(layout.mesh)
     for weight, number in weights_of(facts):
         tp = mesh.tp if cut_dimension(weight) is not None else 1
-        axes: list[tuple[Axis, int]] = [("shard", shards), ("tp", tp)]
+        axes: list[tuple[Axis, int]] = [("shard", max(1, shards // weight.apart)), ("ep", weight.apart), ("tp", tp)]
         axes, here = [axis for axis in axes if axis[1] > 1], part(weight, tp, shards)
         for axis, ranks in axes if weight.trainable else ():
             kind, bytes_ = layout.config.optimizer.sends(weight, here, len(axes))
@@ -80,6 +83,41 @@ def pipeline(volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str
     ranks, messages = layout.mesh.pp, 2 * layout.batch.accumulation * boundaries
     volume.add("p2p", messages * message, ranks, "pp", messages)
     volume.add("p2p", 4 * has["tied"] / layout.strategy.shards(layout.mesh), ranks, "pp", 2)
+
+
+@lru_cache(maxsize=1024)
+def regions(facts: ModelFacts) -> Counter[str]:
+    """Entries of one token at the bounds of what tensor parallelism cuts, where the stream is cut by tokens: `enter` of all modules that
+    begin with layers cut by rows, `stopped` of it where nothing trainable is before them, `kept` where backward needs what they begin with;
+    `outputs`, `again`, `rows`: see `widths`. `weights`: entries of trainable weights of blocks that are not cut."""
+    sums = Counter[str]()
+    trains = any(weight.trainable for weight in facts.end_weights if weight.place in ("before", "both"))
+    for index, (block, number) in enumerate(facts.kinds_of_blocks):
+        seen: dict[str, bool] = {}
+        for place, weight in enumerate(block):
+            if weight.trainable and cut_dimension(weight) is None:
+                sums["weights"] += number * weight.numel
+            layer = weight.name.partition(".lora_")[0].removesuffix(".weight").removesuffix(".bias").removesuffix(".base_layer")
+            if len(weight.shape) == 2 and weight.style.startswith("colwise"):
+                region = layer.rpartition(".")[0]
+                first = index == 0 and not seen and not trains
+                if region not in seen:
+                    sums["enter"] += number * facts.hidden
+                    sums["stopped"] += facts.hidden * first
+                    seen[region] = False
+                out = weight.shape[weight.owners[-1:] == ("Conv1D",)]
+                sums["rows"] += number * out * (weight.style != "colwise")
+            elif len(weight.shape) == 2 and weight.style.startswith("rowwise"):
+                out = weight.shape[weight.owners[-1:] == ("Conv1D",)]
+                behind = any(w.style.startswith("rowwise") or ".lora_" in w.name for w in block[place + 1 :] if len(w.shape) == 2)
+                sums["outputs"] += number * out
+                sums["again"] += number * out * behind
+            # What autograd keeps of a region's input: for gradients of the weights that it meets.
+            meets = (weight.style.startswith("colwise") and ".lora_B" not in weight.name) or ".lora_A" in weight.name
+            if meets and weight.trainable and len(weight.shape) == 2 and (region := layer.rpartition(".")[0]) in seen:
+                sums["kept"] += number * facts.hidden * (not seen[region])
+                seen[region] = True
+    return sums
 
 
 @lru_cache(maxsize=1024)
@@ -126,12 +164,46 @@ def tensor(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> Non
     of = widths(facts, layout.mesh.pp > 1)
     calls = rounds * of["calls"]
     back, outputs = of["inputs"] + of["embedding"] - of["stopped"] * (not recomputed), of["outputs"] + of["again"] * recomputed
-    volume.add("all_reduce", tokens * 4 * back, ranks, "tp", calls)
-    volume.add("all_reduce", tokens * low * outputs, ranks, "tp", calls * (1.5 if recomputed else 1))
-    volume.add("all_gather", tokens * low * (of["rows"] * (1 + recomputed) + of["columns"]) / ranks, ranks, "tp", calls)
-    volume.add("all_reduce", 4 * rounds * of["weights"], ranks, "tp", rounds)
+    if layout.stream_parts > 1:
+        _stream(volume, layout, facts, tokens)
+    else:
+        volume.add("all_reduce", tokens * 4 * back, ranks, "tp", calls)
+        volume.add("all_reduce", tokens * low * outputs, ranks, "tp", calls * (1.5 if recomputed else 1))
+        volume.add("all_gather", tokens * low * (of["rows"] * (1 + recomputed) + of["columns"]) / ranks, ranks, "tp", calls)
+        volume.add("all_reduce", 4 * rounds * of["weights"], ranks, "tp", rounds)
+    experts(volume, layout, facts, tokens / layout.stream_parts, ranks, "tp", shared=layout.stream_parts == 1)
     if head in ("lm", "valued"):
         _vocabulary(volume, layout, facts, tokens)
+
+
+def experts(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float, ranks: int, axis: Axis, shared: bool = False) -> None:
+    """Of experts cut over ranks: where these share their tokens, sums of the outputs, and of the gradients of tokens and choices; else each
+    choice goes to its expert and back, and so do gradients, beside the number of rows for each. Mean over ranks, whatever the routing."""
+    layers = sum(number for block, number in facts.kinds_of_blocks if any(weight.style == "experts" for weight in block))
+    again, rounds = layout.activation_checkpointing != "none", layout.batch.accumulation
+    one, choices = tokens * facts.hidden * (2 if kind_of(layout) == "low" else 4), facts.experts_per_token
+    if shared:
+        volume.add("all_reduce", layers * (2 * one + 4 * tokens * choices), ranks, axis, 3 * layers * rounds)
+    else:
+        exchanged = one * choices * (4 + 2 * again) + 8 * facts.experts * rounds * (1 + again)
+        volume.add("all_to_all", layers * exchanged, ranks, axis, layers * rounds * (5 + 3 * again))
+
+
+def _stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float) -> None:
+    """The same where the residual stream is cut by tokens: a region gathers its input, and again for backward where that was kept in parts,
+    and deals out its output; gradients go the opposite ways. Each stage cuts what it is given and gathers what it hands on."""
+    ranks, rounds, recomputed, of = layout.mesh.tp, layout.batch.accumulation, layout.activation_checkpointing != "none", regions(facts)
+    low, kind = WIDTH[layout.precision], kind_of(layout)
+    wide, stages = (2 if kind == "low" else 4) * facts.hidden, layout.mesh.pp * (layout.pipeline.stages_per_rank if layout.pipeline else 1)
+    trains = any(weight.trainable for weight in facts.end_weights if weight.place in ("before", "both"))
+    gathers = of["enter"] * (1 + recomputed) + of["kept"] * (not recomputed) + of["rows"] * (1 + recomputed) + of["outputs"]
+    reduces = of["enter"] - of["stopped"] + of["outputs"] + of["again"] * recomputed + of["rows"]
+    calls = rounds * 2 * of["enter"] / max(1, facts.hidden)
+    cuts = stages + (stages - 1 + trains)  # what stages hand on, and gradients of what they are given
+    volume.add("all_gather", tokens / ranks * (low * gathers + wide * cuts), ranks, "tp", calls)
+    volume.add("reduce_scatter", tokens * low * reduces, ranks, "tp", calls)
+    embedding = tokens * widths(facts, layout.mesh.pp > 1)["embedding"]
+    volume.add("all_reduce", 4 * (embedding + rounds * of["weights"]), ranks, "tp", 2 * rounds)
 
 
 def _vocabulary(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float) -> None:

@@ -22,6 +22,7 @@ from drumline.core.resolve import deepspeed_of, device_of, lay_out, precision_of
 from drumline.core.rule import Case
 from drumline.core.stages import in_flight
 from drumline.core.strategy import Space, StrategySpec
+from drumline.core.stream import whole_stream
 from drumline.errors import PlanError
 from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import Device, Machine
@@ -38,7 +39,8 @@ def search_space(question: Question) -> Iterator[StrategySpec]:
     """All strategies that the question leaves open, each once by name. Those of the kind of the config's strategy keep what it sets;
     strategies that need to be named (dp, local_sgd, diloco, tp, cp, pp, model_parallel) are there where it names them."""
     given, cluster, seen = question.config.strategy, question.cluster, set[str]()
-    space = Space(cluster.nodes, cluster.per_node, question.facts.layers, question.nvme or getattr(given, "nvme", None))
+    stream = next(whole_stream(question.config, question.facts), None) is None
+    space = Space(cluster.nodes, cluster.per_node, question.facts.layers, question.nvme or getattr(given, "nvme", None), stream)
     for strategy in chain(given.variants(), *(spec.candidates(space) for spec in kinds(StrategySpec).values())):
         merged = _merge(given, strategy)
         if merged is not None and (name := merged.names(cluster.world_size).name) not in seen:

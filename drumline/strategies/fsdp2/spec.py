@@ -124,8 +124,8 @@ class FSDP2Strategy(Degrees):
         return [(3, self.model_copy(update={"offload": "cpu"}))] if device == "cuda" and self.offload != "cpu" else []
 
     def shards(self, mesh: Mesh) -> int:
-        """Context parallel ranks shard with the data ranks, copies do not."""
-        return mesh.shard * mesh.cp
+        """Context and expert parallel ranks shard with the data ranks, copies do not."""
+        return mesh.shard * mesh.ep * mesh.cp
 
     def buffers(self, layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None) -> Buffers:
         """The root's weights stay gathered from forward on; of the blocks the running one and the prefetched ones (torch's fully_shard)."""
@@ -170,14 +170,17 @@ class FSDP2Strategy(Degrees):
         backward = 0 if not self.reshard_after_forward else 1 if piped else rounds
         blocks = max(1, len(facts.block_weights)) / layout.mesh.pp  # of a rank, mean over the stages
         rooted = 1 if piped else rounds
-        volume.add("all_gather", rooted * root, shards, "shard", rooted)
-        volume.add("all_gather", forward * units, shards, "shard", forward * blocks, "forward")
-        volume.add("all_gather", backward * units, shards, "shard", backward * blocks, "backward")
         reductions = rounds if self.sync_each_micro_batch and not piped else 1
-        reduced = reductions * WIDTH[self.reduce_dtype] * (has["units_trainable"] + has["root_trainable"])
         beside: Beside = "backward" if reductions == rounds else "last"
-        volume.add("reduce_scatter", reduced * shards, shards, "shard", reductions * (blocks + 1), beside)
-        volume.add("all_reduce", reduced, self.replicate, "replicate", reductions * (blocks + 1), beside)
+        volume.add("all_gather", rooted * root, shards, "shard", rooted)
+        ranks = shards // layout.mesh.ep  # of experts that lie on some data ranks
+        for entries, over in ((units, shards), (width * has["experts"] - spared * has["experts_low"], ranks)):
+            volume.add("all_gather", forward * entries, over, "shard", forward * blocks, "forward")
+            volume.add("all_gather", backward * entries, over, "shard", backward * blocks, "backward")
+        for entries, over in ((has["units_trainable"] + has["root_trainable"], shards), (has["experts_trainable"], ranks)):
+            reduced = reductions * WIDTH[self.reduce_dtype] * entries
+            volume.add("reduce_scatter", reduced * over, over, "shard", reductions * (blocks + 1), beside)
+            volume.add("all_reduce", reduced, self.replicate, "replicate", reductions * (blocks + 1), beside)
 
     def copied(self, layout: Layout, facts: ModelFacts, trainable: float) -> Copied:
         rounds, mesh = layout.batch.accumulation, layout.mesh

@@ -10,10 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from drumline.core.plan import Plan
-from drumline.dist.mesh import data_mesh
+from drumline.dist.mesh import data_mesh, expert_mesh
 from drumline.models.blocks import blocks
 from drumline.models.shards import Values
 from drumline.parallel.data_parallel import Sharded
+from drumline.parallel.experts import of_experts
 from drumline.parallel.native import Plain
 from drumline.parallel.transforms import DTYPES, gathered_in
 
@@ -26,7 +27,8 @@ def spread(
 ) -> Sharded:
     """`roots`: modules that run, each with the model in it. A model without weights is sharded first, then its parts are filled."""
     dtype = gathered_in(plan, isinstance(roots[0][0], Plain))
-    first, *more_roots = [apply_fsdp2(root, inner, options, data_mesh(whole), dtype) for root, inner in roots]
+    experts = expert_mesh(whole) if plan.mesh.ep > 1 else None
+    first, *more_roots = [apply_fsdp2(root, inner, options, data_mesh(whole), dtype, experts) for root, inner in roots]
     values.fill(model, offloaded=plan.offload == "cpu")
     # torch's stages hold the reduction back until the last micro-batch, and then start it themselves.
     sync = options.sync_each_micro_batch and plan.engine != "pipeline"
@@ -34,17 +36,25 @@ def spread(
 
 
 def apply_fsdp2(
-    module: nn.Module, model: nn.Module, options: FSDP2Strategy, mesh: DeviceMesh, param_dtype: torch.dtype | None
+    module: nn.Module,
+    model: nn.Module,
+    options: FSDP2Strategy,
+    mesh: DeviceMesh,
+    param_dtype: torch.dtype | None,
+    experts: DeviceMesh | None = None,
 ) -> FSDPModule:
     """Shard weights, gradients and moments (ZeRO-3, Rajbhandari et al. 2020), each parameter as a DTensor. `module` is the root.
 
     Each block is a unit of its own, the rest (embedding, last norm, head) belongs to the root. Weights are gathered in `param_dtype`;
-    gradients are averaged over all ranks of the mesh in `options.reduce_dtype`. The parameters may be on the meta device.
+    gradients are averaged over all ranks of the mesh in `options.reduce_dtype`. The parameters may be on the meta device. `experts`:
+    the mesh of experts that are cut by their number; each layer's are a unit.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=DTYPES[options.reduce_dtype], cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.offload == "cpu" else OffloadPolicy()
     shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     units = blocks(model) if options.wrap is None else [m for m in model.modules() if type(m).__name__ in options.wrap]
+    for unit in [m for m in model.modules() if any(map(of_experts, m._parameters.values()))] if experts is not None else ():
+        fully_shard(unit, reshard_after_forward=options.reshard_after_forward, **{**shared, "mesh": experts})
     for unit in reversed(units):  # inner ones first: what they take is no part of the outer
         fully_shard(unit, reshard_after_forward=options.reshard_after_forward, **shared)
     root = fully_shard(module, reshard_after_forward=False, **shared)
