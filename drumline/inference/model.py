@@ -29,7 +29,7 @@ from drumline.foreign import judged, read_object
 from drumline.models.adapters import read_over
 from drumline.models.build import build_model
 from drumline.models.classes import auto_class
-from drumline.models.export import read_checkpoint, read_run
+from drumline.models.export import PROVENANCE, read_checkpoint, read_run
 from drumline.models.files import quiet, resolve
 from drumline.models.load import from_hub, hub_options, load_config, load_tokenizer
 from drumline.models.own import read_module
@@ -161,7 +161,11 @@ def _from_folder(source: str, trust_remote_code: bool) -> Model:
         raise EnvironmentFault("the package peft is missing", where=source, fix="pip install peft")
     whole = _pretrained(base, model)
     with judged("cannot be laid over its base", source, ModelError, "give a folder that PEFT wrote"):
-        return Model(_placed(read_over(whole, Path(source)).merge_and_unload()), tokenizer, f"{source} over {base}")
+        return Model(
+            _placed(read_over(whole, Path(source), (Path(source) / PROVENANCE).exists()).merge_and_unload()),
+            tokenizer,
+            f"{source} over {base}",
+        )
 
 
 def _pretrained(source: str, model: ModelConfig) -> Any:

@@ -283,15 +283,16 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
         save_file(copies, place / FILE, metadata={"format": "pt"})
 
 
-def read_over(base: Any, folder: Path) -> Any:
-    """PEFT's model of a base and the adapters that `save_adapter` wrote: all of them are on."""
+def read_over(base: Any, folder: Path, all_of_them: bool = True) -> Any:
+    """PEFT's model of a base and the adapters that `save_adapter` wrote, which are on. `all_of_them` False: the first alone, since in a
+    folder of another tool's those in folders in it are older ones."""
     from peft import PeftModel
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT uses old names of transformers
         model: Any = PeftModel.from_pretrained(base, str(folder))
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
-        more = sorted(path.parent for path in folder.glob(f"*/{FILE}"))
+        more = sorted(path.parent for path in folder.glob(f"*/{FILE}") if all_of_them)
         for place in more:
             model.load_adapter(str(place), adapter_name=place.name)
         if more:
