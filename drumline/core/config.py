@@ -140,9 +140,15 @@ class ScheduleConfig(Section):
 
 
 class PrecisionConfig(Section):
-    kind: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="Compute type; master weights stay fp32, unless set. auto: bf16 on GPUs that have it, fp32 elsewhere."
+    kind: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
+        "auto",
+        description="Compute type; master weights stay fp32, unless set. auto: bf16 on GPUs that have it, fp32 elsewhere."
+        " fp8 (experimental): bf16, and products of the blocks' linear layers in fp8, by torchao; on a CPU emulated.",
     )
+    scaling: Literal["rowwise", "tensorwise"] = Field(
+        "rowwise", description="fp8: a scale for each row, which is more exact, or for a whole tensor, which is faster."
+    )
+    gather: Literal["bf16", "fp8"] = Field("bf16", description="fp8 under FSDP2, tensorwise: the type that those weights are gathered in.")
     master: Literal["fp32", "bf16"] = Field(
         "fp32", description="bf16: weights, gradients and AdamW's moments lie in bf16, and nothing in fp32 between steps."
     )
@@ -161,6 +167,21 @@ class MemoryConfig(Section):
         description="full: store only each block's input and recompute the block in backward. selective: also store the results of"
         " attention and of every second matrix product.",
     )
+    checkpointed_blocks: Count | None = Field(
+        None, description="Of the blocks, so many are checkpointed, the first ones, and the others keep everything; null: all are."
+    )
+    budget_gb: Rate | None = Field(
+        None,
+        description="Device memory of a training step in 10^9 bytes, as the planner counts it: of both kinds of checkpointing it takes the"
+        " faster one, over as few blocks as that allows.",
+    )
+    activation_offload: bool = Field(
+        False, description="Move what blocks keep for backward to host memory, and back one block ahead, while others compute."
+    )
+    mlp_chunk: Count | None = Field(
+        None,
+        description="Tokens of a micro-batch that go through a block's feed-forward part at once, and again in backward; null: all.",
+    )
     on_oom: Literal["stop", "replan"] = Field(
         "stop",
         description="When memory runs out, stop: report the nearest plan that fits. replan: resume with that plan from the newest"
@@ -173,6 +194,8 @@ class CompileConfig(Section):
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = Field(
         None, description="torch.compile's mode; null: its default."
     )
+    loss: bool = Field(False, description="Also compile what the chunked cross-entropy does with the logits of a chunk.")
+    optimizer: bool = Field(False, description="Also compile the optimizer's step, of AdamW and SGD in the place of torch's fused kernels.")
 
 
 class CheckpointConfig(Section):

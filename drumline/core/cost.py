@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from drumline.core.estimate import Activations, Traffic
-from drumline.core.facts import ModelFacts, Part, Sizes, Weight, largest_block, part, rank_params, weights_in, weights_of
+from drumline.core.facts import ModelFacts, Part, Sizes, Weight, largest_block, part, rank_params, takes_fp8, weights_in, weights_of
 from drumline.hardware.cluster import Collective
 
 if TYPE_CHECKING:
@@ -164,6 +164,8 @@ def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
     # Weights are fp32, except frozen ones (models.freeze.keep_low, models.packed).
     low = has.frozen if layout.pure else has.low
     weights = entry_bytes(layout) * (has.entries - low) + WIDTH[layout.precision] * low
+    if layout.config.precision.gather == "fp8":  # a scale for each
+        weights += FULL * sum(number for weight, number in weights_in(facts, mine) if takes_fp8(weight))
     steps = layout.strategy.optimizer_shards(layout.mesh)
     kept = moments(facts, mine, tp, steps, layout.config.optimizer, low_moments(layout)) + layout.strategy.outer_bytes() * has.trainable
     options, gradients = layout.config.optimizer, entry_bytes(layout) * has.trainable
@@ -192,8 +194,8 @@ def copies_buffers(layout: Layout, facts: ModelFacts, mine: Part, state: State, 
     # Gradients of copies that are averaged in each step lie in DDP's buckets.
     buckets = copied and mesh.tp * mesh.pp * mesh.ep == 1 and strategy.exchange is None and steps == 1
     # Autocast keeps its copies of the weights of linear layers until backward has used them; with recomputation until the block's end.
-    # Frozen weights are in the low type already.
-    low = kind_of(layout) == "autocast"
+    # Frozen weights are in the low type already; fp8 casts weights where they are used.
+    low = kind_of(layout) == "autocast" and not layout.fp8
     copies = LOW * rank_params(facts, Part(mine.stages, False, False), mesh.tp).trainable if low else 0
     largest, recomputes = largest_block(facts, mine, mesh.tp), layout.activation_checkpointing != "none"
     one = LOW * largest.trainable * low

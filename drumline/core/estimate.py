@@ -126,4 +126,5 @@ class Activations(Frozen):
         "precision that autocast holds in forward. None: not traced.",
     )
     copies_kept: tuple[int, int] = Field((0, 0), description="Of these, what is there until backward.")
+    offloaded: float = Field(0.0, description="Bytes of a token that a block moves to host memory (the last two keep theirs).")
     source: Literal["formula", "trace"] = "formula"

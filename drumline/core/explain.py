@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from drumline.core.plan import Plan
+from drumline.core.plan import Layout, Plan
 
 
 def size(bytes_: float) -> str:
@@ -54,7 +54,7 @@ def plan_line(plan: Plan) -> str:
 
 def explain(plan: Plan) -> str:
     """The whole plan: its numbers, and why they were chosen where the user left it open."""
-    data, mesh, pipeline = plan.data, plan.mesh, list[tuple[str, str]]()
+    data, mesh, pipeline, moves = plan.data, plan.mesh, list[tuple[str, str]](), plan.config.memory.activation_offload
     if plan.pipeline:
         stages = [f"stage {index} on rank {index % mesh.pp}: layers {a}–{b - 1}" for index, (a, b) in enumerate(plan.pipeline.layers)]
         pipeline = [("pipeline", "; ".join([plan.pipeline.schedule, *(stages or ["stages known once the model is"])]))]
@@ -63,7 +63,7 @@ def explain(plan: Plan) -> str:
         ("model", f"{plan.config.model.id or 'written out'} ← {plan.model_path or 'config'}"),
         ("mesh", " × ".join(f"{name} {size}" for name, size in mesh.model_dump().items()) + f" = {mesh.world_size} ranks"),
         ("engine", f"{plan.engine}, {strategy_name(plan)}, {plan.backend} on {plan.device}, {plan.precision}"),
-        ("memory", f"activation checkpointing {plan.activation_checkpointing}, offload {plan.offload}"),
+        ("memory", f"activation checkpointing {checkpointing(plan)}, offload {plan.offload}{' and activations' * moves}"),
         ("batch", plan.batch.rule(mesh.data_ranks)),
         *pipeline,
         ("steps", f"{plan.steps if plan.steps is not None else 'known once the data is prepared'}, {plan.warmup_steps} of them warm-up"),
@@ -85,6 +85,12 @@ def explain(plan: Plan) -> str:
     if predicted.flops_per_token:
         rows.append(("FLOPs a token", f"{predicted.flops_per_token:.4g}"))
     return "\n".join(f"{name:<14} {value}" for name, value in (*rows, *(("because", line) for line in plan.why)))
+
+
+def checkpointing(layout: Layout) -> str:
+    """The kind of activation checkpointing, and of how many blocks, where not of all."""
+    number = layout.config.memory.checkpointed_blocks
+    return layout.activation_checkpointing + (f" of {number} blocks" if number else "")
 
 
 def flow(value: Any) -> str:

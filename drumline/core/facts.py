@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 ROWS_CUT, COLUMNS_CUT = ("colwise", "colwise_gather_output", "colwise_rep"), ("rowwise", "rowwise_rep", "rowwise_split_input")
 TP_STYLES = frozenset((*ROWS_CUT, *COLUMNS_CUT, "replicate", "replicated_with_grad_allreduce", "experts"))
 LINEAR = ("Linear", "Conv1D")
+MULTIPLE = 16  # what both sides of a weight are multiples of for products in fp8 (cuBLAS's kernels)
 # What OPT and its like declare ahead of the blocks and run behind them.
 LAST = ("final", "project_out", "ln_f")
 Place = Literal["block", "before", "after", "both"]
@@ -116,6 +117,23 @@ class ModelFacts:
     def first_of_kind(self) -> tuple[int, ...]:
         """For each of `block_weights` the number of the first that is equal to it."""
         return tuple(self.block_weights.index(block) for block in self.block_weights)
+
+
+def of_mlp(block: Iterable[Weight]) -> int:
+    """Parameters of a block's feed-forward part."""
+    return sum(weight.numel for weight in block if weight.name.startswith("mlp."))
+
+
+def chunkable(facts: ModelFacts) -> bool:
+    """Whether the feed-forward part of each block treats tokens one by one: a dense one, not a mixture whose router sees them all."""
+    names = [[weight.name for weight in block if weight.name.startswith("mlp.")] for block, _ in facts.kinds_of_blocks]
+    return bool(names) and all(block and not any("expert" in name or "router" in name for name in block) for block in names)
+
+
+def takes_fp8(weight: Weight) -> bool:
+    """Whether the products of a weight are in fp8, where these are."""
+    linear = weight.place == "block" and len(weight.shape) == 2 and weight.owners[-1:] == ("Linear",)
+    return linear and not any(side % MULTIPLE for side in weight.shape)
 
 
 def with_length(facts: ModelFacts, old: int, new: int) -> ModelFacts:

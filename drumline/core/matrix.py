@@ -11,7 +11,7 @@ from drumline.core.config import Config
 from drumline.core.registry import entry_points, kinds, package_of
 from drumline.core.rule import Case
 from drumline.core.rules import check_rules
-from drumline.core.strategy import StrategySpec
+from drumline.core.strategy import Precision, StrategySpec
 from drumline.errors import ConfigError, PlanError
 
 # The options of the table, each as sections of a config.
@@ -68,8 +68,9 @@ def _refusal(kind: str, spec: type[StrategySpec], values: dict[str, Any], device
         return "it has no such key", "another strategy"
     try:
         mesh = config.strategy.mesh(1 if spec.one_process else PROCESSES)
-        precision = config.precision.kind
-        check_rules(Case(config, mesh, "cuda" if device == "cuda" else "cpu", "fp32" if precision == "auto" else precision, None))
+        kind = config.precision.kind
+        low: Precision = "fp32" if kind == "auto" else "bf16" if kind == "fp8" else kind
+        check_rules(Case(config, mesh, "cuda" if device == "cuda" else "cpu", low, None))
     except PlanError as refusal:
         return refusal.what.partition(": ")[2] or refusal.what, refusal.fix or ""
     return "", ""

@@ -71,6 +71,11 @@ class ModelConfig(Section):
         " pairs of tokens, the rest (experimental) by their lengths. documents: by device, type and head size, on a CPU sdpa for each by"
         " itself; the plan says which. varlen: torch's own for 16 bits.",
     )
+    kernels: Literal["torch", "liger"] = Field(
+        "torch",
+        description="liger (experimental): RMS norms, rotary embeddings, gated feed-forward parts and the head's cross-entropy by its fused"
+        " kernels, on GPUs.",
+    )
     trust_remote_code: bool = Field(False, description="Run the code that comes with the model.")
     freeze: list[str] = Field([], description="Modules or parameters to freeze, with everything below them, such as model.visual.")
     sync_batchnorm: bool = Field(False, description="Synchronise the statistics of batch norms over ranks.")

@@ -121,6 +121,11 @@ class Layout(Frozen):
         return self.precision == "bf16" and self.config.precision.master == "bf16"
 
     @property
+    def fp8(self) -> bool:
+        """Whether linear layers of blocks multiply in fp8; `precision` is then that of all else."""
+        return self.config.precision.kind == "fp8"
+
+    @property
     def length(self) -> int:
         """Tokens that a row of a micro-batch is wide."""
         return self.config.data.max_length

@@ -165,6 +165,10 @@ def batch_norm_why(config: Config, batch: BatchPlan, norms: int) -> list[str]:
 def precision_of(config: Config, machine: Machine, device: str, why: list[str]) -> Literal["fp32", "bf16", "fp16"]:
     """The type of computing. Raises PlanError for one that the device lacks."""
     kind = config.precision.kind
+    if kind == "fp8":
+        how = "emulated on a CPU" if device == "cpu" else f"by torchao, {config.precision.scaling}"
+        why.append(f"precision fp8: products of the blocks' linear layers, {how}; all else computes in bf16")
+        return "bf16"
     if kind != "auto":
         if kind == "bf16" and device == "cuda" and not machine.bf16:
             raise PlanError("precision bf16 but this GPU has no bfloat16", where="precision", fix="use precision=fp16 or fp32")

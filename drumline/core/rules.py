@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from drumline.core import optimizer
 from drumline.core.batch import nearest
 from drumline.core.config import LoRAConfig
 from drumline.core.copies import copied_over
-from drumline.core.facts import TP_STYLES
+from drumline.core.facts import MULTIPLE, TP_STYLES, chunkable, takes_fp8
 from drumline.core.rollouts import VLLMGenerator
 from drumline.core.rule import Case, Refusal, packed_bits, plain, recomputes_some, sees
 from drumline.core.stream import whole_stream
@@ -20,13 +21,16 @@ NO_PARTS = Refusal("cp × the model", "", "use fsdp2, ddp or pp without cp")
 NO_RECOMPUTING = Refusal(
     "activation checkpointing × the model", "", "set it to none, or use a smaller micro-batch", "memory.activation_checkpointing"
 )
+NO_FP8 = Refusal("precision fp8 × the device or the model", "", "use precision=bf16", "precision.kind")
+NO_LIGER = Refusal("kernels=liger × the model", "", "take it out", "model.kernels")
+NO_CHUNKS = Refusal("mlp_chunk × the model", "", "take it out", "memory.mlp_chunk")
 NO_PACKS = Refusal("packing × the model", "", "set data.packing: false for this model", "data.packing")
 
 
 def check_rules(case: Case) -> None:
     """Raises PlanError by the first rule that refuses: those for all strategies, then the strategy's own."""
-    common = (_images, _adapters, _model, _batch_norm, _tensor_parallel, _sequence_parallel, _context_parallel, _zero_bubble, _health)
-    for rules in (*common, _expert_parallel, optimizer.refusals, case.strategy.refusals):
+    common = (_images, _adapters, _model, _memory, _speed, _batch_norm, _tensor_parallel, _sequence_parallel, _context_parallel)
+    for rules in (*common, _zero_bubble, _health, _expert_parallel, optimizer.refusals, case.strategy.refusals):
         for refusal in rules(case):
             raise refusal.error()
 
@@ -134,6 +138,69 @@ def _model(case: Case) -> Iterator[Refusal]:
             yield replace(NO_STAGES, reason=facts.uncut)
     if case.config.memory.activation_checkpointing != "none" and not facts.recomputes:
         yield replace(NO_RECOMPUTING, reason=f"{facts.name} has no activation checkpointing")
+
+
+def _memory(case: Case) -> Iterator[Refusal]:
+    config, memory = case.config, case.config.memory
+    kind, apart = memory.activation_checkpointing, case.strategy.engine(case.mesh) != "native" or not plain(case.mesh)
+
+    def refused(key: str, other: str, reason: str, instead: str) -> Refusal:
+        return Refusal(f"{key} × {other}", reason, instead, f"memory.{key}")
+
+    if memory.budget_gb is not None and config.plain:
+        yield refused("budget_gb", "a module of your own", "what it keeps is not known", "set activation_checkpointing")
+    for key in ("checkpointed_blocks", "activation_offload", "mlp_chunk"):
+        if getattr(memory, key) and apart:
+            reason = "it is proven where a rank runs whole blocks on whole rows"
+            yield refused(key, "tp, cp, pp, ep, zero", reason, "take it out, or use strategy=fsdp2 or ddp")
+        if getattr(memory, key) and config.compile.enabled and key != "checkpointed_blocks":
+            yield refused(key, "compile", "a compiled block runs as one", "take one of the two out")
+    if memory.checkpointed_blocks is not None and kind == "none":
+        yield refused("checkpointed_blocks", "no checkpointing", "it counts those that are", "use activation_checkpointing=full")
+    if memory.activation_offload and kind == "selective":
+        reason = "what it keeps of operators goes past the tensors that autograd saves, which are moved"
+        yield refused("activation_offload", "selective checkpointing", reason, "use activation_checkpointing=full")
+    if memory.activation_offload and sees(case):
+        yield refused("activation_offload", "images", "blocks of a vision tower run between those of the text", "take it out")
+    if memory.mlp_chunk and case.facts is not None and not chunkable(case.facts):
+        yield replace(NO_CHUNKS, reason=f"{case.facts.name} has no dense feed-forward part of the name mlp")
+
+
+def _speed(case: Case) -> Iterator[Refusal]:
+    """compile.loss, compile.optimizer, model.kernels and precision fp8: proven where a rank has whole weights, or FSDP2 gathers them."""
+    config, mesh, options = case.config, case.mesh, case.config.precision
+    whole, in_parts = (
+        case.strategy.engine(mesh) == "native" and plain(mesh),
+        config.optimizer.in_backward or config.optimizer.offload,
+    )
+    if config.compile.loss and mesh.tp > 1:
+        yield Refusal("compile.loss × tp", "parts of the vocabulary exchange sums within a chunk", "take it out", "compile.loss")
+    if config.compile.optimizer:
+        own = config.optimizer.fused or config.optimizer.kind not in ("adamw", "sgd") or options.master == "bf16"
+        if own or in_parts or not whole or not case.strategy.whole_weights:
+            reason = "it compiles steps of AdamW and SGD that are plain operators, over whole weights"
+            instead = "use strategy=ddp and optimizer: {kind: adamw, fused: false}"
+            yield Refusal("compile.optimizer × the optimizer or the strategy", reason, instead, "compile.optimizer")
+    if config.model.kernels == "liger":
+        if case.device == "cpu" or not whole or config.plain:
+            reason = "Triton's kernels are for GPUs, and parts of tensors, stages, DeepSpeed's hooks and other modules were not tried"
+            yield replace(NO_LIGER, name="kernels=liger × cpu, tp, cp, pp, ep, zero, a module of your own", reason=reason)
+        if importlib.util.find_spec("liger_kernel") is None:
+            yield replace(NO_LIGER, reason="the package liger-kernel is missing", instead="pip install liger-kernel")
+    if options.gather == "fp8":
+        sharded = case.strategy.data_parallel(mesh) == "fsdp2"
+        if options.kind != "fp8" or options.scaling != "tensorwise" or not sharded or in_parts:
+            reason = "FSDP2 gathers weights in fp8 with one scale each, made after a step of them all"
+            instead = "use strategy=fsdp2, precision.kind=fp8 and scaling=tensorwise, without in_backward"
+            yield Refusal("gather=fp8 × the precision or the strategy", reason, instead, "precision.gather")
+    if options.kind == "fp8":
+        if importlib.util.find_spec("torchao") is None:
+            yield replace(NO_FP8, reason="the package torchao is missing", instead="pip install torchao")
+        if not whole or config.adapter.kind != "none" or config.model.freeze:
+            reason = "torchao's layers multiply whole weights, and compute the gradients of frozen ones, too"
+            yield replace(NO_FP8, name="precision fp8 × tp, cp, pp, ep, zero, frozen weights", reason=reason)
+        if case.facts is not None and not any(takes_fp8(weight) for block, _ in case.facts.kinds_of_blocks for weight in block):
+            yield replace(NO_FP8, reason=f"{case.facts.name} has no linear layer in its blocks whose sides are multiples of {MULTIPLE}")
 
 
 def _batch_norm(case: Case) -> Iterator[Refusal]:

@@ -25,6 +25,8 @@ def _gpu(
 ) -> DeviceSpec:
     """`half` and `full` in TFLOP/s: bf16 and fp16, fp32."""
     flops = {"bf16": half * TERA, "fp16": half * TERA, "fp32": full * TERA}
+    if name.startswith(("h", "b200", "gb200", "l40s", "4090", "5090", "6000-ada", "mi300x")):
+        flops["fp8"] = 2 * half * TERA  # of each of these, as its datasheet has it
     if name in ("t4", "v100-16g", "v100-32g"):  # neither bf16 nor TF32
         del flops["bf16"]
     return DeviceSpec(name, "cuda", int(gib * GIB), gb_s * GIGA, flops, source, reached, *links)

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from drumline.core.rules import NO_PACKS
 from drumline.dist.mesh import first_row
+from drumline.models import kernels
 from drumline.models.attention import attending
 from drumline.models.classes import bidirectional, ends_in_classes, reads_images
 from drumline.models.losses import Answers, VocabularyPart, cross_entropy, linear_cross_entropy, linear_log_probs, log_probs
@@ -39,6 +40,7 @@ class Outputs:
     score: nn.Linear | None = None
     logits_BC: torch.Tensor | None = None  # of a classifier: C classes for each of B samples
     router_logits: Sequence[torch.Tensor] = ()  # with a router loss: for each layer [B × T, E] of this part
+    fused: bool = False  # by Liger's kernel, where the head is whole
     targets: tuple[torch.Tensor, torch.Tensor] | None = None  # the batch's, and the places of those that are learned, int64[M]
 
     def class_logits(self) -> torch.Tensor:
@@ -58,6 +60,8 @@ class Outputs:
         mine = self._cut(targets_BT)
         if self.logits_BTV is not None:
             loss_sum, correct_N = cross_entropy(self.logits_BTV.flatten(0, 1), mine.reshape(-1))
+        elif self.fused and self.part is None and chunk:
+            loss_sum, correct_N = kernels.linear_cross_entropy(*self._head(), mine.reshape(-1))
         else:
             learned_M = self._learned(targets_BT)
             loss_sum, correct_N = linear_cross_entropy(*self._head(), mine.reshape(-1), chunk, self.part, learned_M)
@@ -185,7 +189,8 @@ def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, s
         made = (model if parts is None else parts[0])(**inputs, use_cache=False)
     learned_M = getattr(batch, "learned_M", None)
     targets = None if learned_M is None else (batch.targets_BT, learned_M)
-    known = Outputs(score=score, sequence=sequence, router_logits=getattr(made, "router_logits", None) or (), targets=targets)
+    fused, routers = getattr(model, "_drumline_fused", False), getattr(made, "router_logits", None) or ()
+    known = Outputs(score=score, sequence=sequence, router_logits=routers, fused=fused, targets=targets)
     if parts is None:
         return replace(known, logits_BTV=made.logits, hidden_BTD=seen[0] if seen else None)
     known, head = replace(known, hidden_BTD=made.last_hidden_state), parts[1]

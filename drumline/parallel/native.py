@@ -21,6 +21,7 @@ from drumline.errors import ModelError, PlanError
 from drumline.models import adapters
 from drumline.models.blocks import blocks, tensor_plan
 from drumline.models.head import ForwardWithObjective
+from drumline.models.kernels import apply_liger
 from drumline.models.packed import scales_of
 from drumline.models.shards import Values, all_tensors, canonical_tensors
 from drumline.parallel.compress import compress_ddp
@@ -28,6 +29,7 @@ from drumline.parallel.context_parallel import apply_context_parallel
 from drumline.parallel.data_parallel import BucketedAllReduce, Replicated, Sharded, Spread, Unreplicated
 from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, total
 from drumline.parallel.experts import apply_expert_parallelism
+from drumline.parallel.fp8 import apply_fp8, gathered_scales
 from drumline.parallel.in_turn import InBackward, OnHost
 from drumline.parallel.low import LowAdamW
 from drumline.parallel.norms import LossScale, global_norm, local, total_norm
@@ -46,11 +48,12 @@ from drumline.parallel.shared_step import SharedStep
 from drumline.parallel.tensor_parallel import apply_tp
 from drumline.parallel.transforms import (
     agree_on_statistics,
-    apply_activation_checkpointing,
     apply_compile,
     apply_ddp,
+    apply_memory,
     apply_sync_batchnorm,
     batch_norms,
+    compile_step,
 )
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
 from drumline.vendor.torch import foreach_mul_, tree_map_only
@@ -77,6 +80,7 @@ def prepare(
     # FSDP2 has work for one process alone, too: to keep its weights in host memory.
     spreads = plan.mesh.world_size > 1 or plan.data_parallel == "fsdp2"
     whole = device_mesh(plan.mesh, plan.device) if spreads else None
+    apply_fp8(model, plan)
     if plan.mesh.tp > 1 and (plan.mesh.pp == 1 or tensor_plan(model)):  # a stage may have no layer that is cut
         assert whole is not None
         apply_tp(model, whole["tp"], plan.stream_parts > 1, plan.activation_checkpointing == "none")
@@ -86,10 +90,12 @@ def prepare(
     if config.model.sync_batchnorm and whole is not None:
         apply_sync_batchnorm(model, plan.device, config.model.sync_batchnorm_ranks)
     module = Plain(model) if plain else ForwardWithObjective(model)
+    if config.model.kernels == "liger":
+        apply_liger(model)
     if plan.mesh.cp > 1:
         assert whole is not None and isinstance(module, ForwardWithObjective)
         apply_context_parallel(module, model, whole["cp"], plan.cp_method, config.packs)
-    apply_activation_checkpointing(model, plan.activation_checkpointing)
+    apply_memory(model, plan)
     apply_compile(model, config.compile)
     around = module.sequence.around if module.sequence is not None else contextlib.nullcontext
     own = {} if make_optimizer is None else {"make_optimizer": make_optimizer}
@@ -258,6 +264,10 @@ class NativeEngine(ForwardEngine):
             self.optimizer: Any = build_optimizer(self.stepped, options, own, matrices, low)
         else:
             self.optimizer = goes(self.named, lambda some: build_optimizer(some, options))
+        if plan.config.compile.optimizer:
+            compile_step(self.optimizer)
+        if plan.config.precision.gather == "fp8":
+            self.optimizer.register_step_post_hook(lambda *_: gathered_scales(model))
         # Fused kernels leave all as it is where `found_inf` is 1; for others the host decides.
         fused = all(group.get("fused") for group in self.optimizer.param_groups) and not isinstance(self.optimizer, OnHost)
         self.masks = fused and not self.loss_scale.enabled

@@ -30,7 +30,7 @@ from drumline.parallel.norms import local
 from drumline.parallel.optimizer import at_mean
 from drumline.parallel.stages import Cuts, Stage, find_cuts, part, tied
 from drumline.parallel.tensor_parallel import apply_tp
-from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile, gathered_in
+from drumline.parallel.transforms import apply_compile, apply_memory, gathered_in
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -62,7 +62,7 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
         apply_tp(model_part, whole["tp"], plan.stream_parts > 1, plan.activation_checkpointing == "none")
     if plan.mesh.ep > 1:
         apply_expert_parallelism(model_part, whole["ep"])
-    apply_activation_checkpointing(model_part, plan.activation_checkpointing)
+    apply_memory(model_part, plan)
     apply_compile(model_part, plan.config.compile)
     stages = [StageWithObjective(model_part, cuts, layers[index], dtype) for index in mine]
     roots = [(stage, stage.model) for stage in stages]

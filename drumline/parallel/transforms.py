@@ -18,9 +18,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from drumline.core.config import CompileConfig
 from drumline.core.plan import Plan
-from drumline.core.rules import NO_RECOMPUTING
+from drumline.core.rules import NO_CHUNKS, NO_RECOMPUTING
 from drumline.core.strategy import CopyOptions
+from drumline.models import losses
 from drumline.models.blocks import blocks
+from drumline.parallel.offload import ActivationOffload
 from drumline.vendor.torch import BatchNorm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -141,19 +143,46 @@ def _back(x_CM: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x_CM.to(like.dtype).view(swapped.shape).transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
 
-def apply_activation_checkpointing(model: Any, kind: Literal["none", "selective", "full"]) -> None:
+def apply_memory(model: Any, plan: Plan) -> None:
+    """What the section `memory` changes of a model: first what is inside of a block, last what goes around it."""
+    memory = plan.config.memory
+    if memory.mlp_chunk:
+        apply_mlp_chunks(model, memory.mlp_chunk)
+    apply_activation_checkpointing(model, plan.activation_checkpointing, memory.checkpointed_blocks)
+    if memory.activation_offload:
+        ActivationOffload(model, plan.device)
+
+
+def apply_activation_checkpointing(model: Any, kind: Literal["none", "selective", "full"], number: int | None = None) -> None:
     """full: keep the input of each block, compute the rest again in backward (Chen et al. 2016). RNG is replayed, so dropout agrees.
-    selective: keep more, see `selective`."""
+    selective: keep more, see `selective`. `number`: of the first so many blocks; None: of all."""
     if kind == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False} | ({"context_fn": selective} if kind == "selective" else {})
     if recomputed_by_blocks(model):
-        for block in blocks(model):
+        for block in blocks(model)[:number]:
             block.forward = functools.partial(checkpoint, block.forward, **options)
         return
     # Older transformers know it by the other name alone.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options)
+    for block in blocks(model)[number:] if number is not None else ():
+        block.gradient_checkpointing = False  # type: ignore[assignment]
+
+
+def apply_mlp_chunks(model: nn.Module, tokens: int) -> None:
+    """Let the feed-forward part of each block work on at most `tokens` of a micro-batch at once, and again in backward: what is as wide as
+    its inside never exists for all of a long row (tiled MLP of Arctic Long Sequence Training, Bekman et al. 2025)."""
+    parts = [getattr(block, "mlp", None) for block in blocks(model)]
+    if not parts or None in parts:
+        raise NO_CHUNKS.error("its blocks have no part of the name mlp")
+    for part in parts:
+        part.forward = functools.partial(_in_chunks, part.forward, tokens)  # type: ignore[union-attr]
+
+
+def _in_chunks(inner: Any, tokens: int, hidden_BTD: torch.Tensor) -> torch.Tensor:
+    chunks = hidden_BTD.split(max(1, tokens // len(hidden_BTD)), 1)
+    return torch.cat([checkpoint(inner, chunk, use_reentrant=False) for chunk in chunks], 1) if len(chunks) > 1 else inner(hidden_BTD)
 
 
 def recomputed_by_blocks(model: Any) -> bool:
@@ -184,11 +213,19 @@ def selective() -> tuple[Any, Any]:
 
 
 def apply_compile(model: nn.Module, options: CompileConfig) -> None:
-    """torch.compile each block in place (names of parameters stay): equal blocks share one compilation."""
-    if not options.enabled:
-        return
-    for block in blocks(model) or [model]:
+    """torch.compile each block in place (names of parameters stay): equal blocks share one compilation. And what the cross-entropy does
+    with logits."""
+    if options.loss and not hasattr(losses._sums, "_torchdynamo_orig_callable"):
+        losses._sums = torch.compile(losses._sums, dynamic=True)  # the last chunk of a batch is shorter
+    for block in (blocks(model) or [model]) if options.enabled else ():
         block.compile(mode=options.mode)
+
+
+def compile_step(optimizer: torch.optim.Optimizer) -> None:
+    """torch.compile an optimizer's step. Its rates become tensors: each new number would be compiled anew."""
+    for group in optimizer.param_groups:
+        group["lr"] = torch.as_tensor(group["lr"])
+    optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign, assignment]
 
 
 def gathered_in(plan: Plan, plain: bool = False) -> torch.dtype | None:

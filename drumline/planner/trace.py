@@ -47,6 +47,7 @@ from drumline.parallel.data_parallel import Spread
 from drumline.parallel.native import NativeEngine, prepare
 from drumline.parallel.norms import local
 from drumline.parallel.transforms import DTYPES
+from drumline.planner.cost.activations import by_kind, mixed
 from drumline.strategies.build import keep_frozen_low
 from drumline.telemetry.memory_tracker import LiveBytes, plain_parts
 from drumline.vendor.torch import FakeStore, FakeTensorMode, TorchDispatchMode, current_graph_task_id, local_scalar_dense, to_copy
@@ -62,13 +63,12 @@ Tags = dict[int, weakref.ref[torch.UntypedStorage]]
 
 def trace(config: Config, model_path: str | None, layout: Layout, facts: ModelFacts) -> Activations | None:
     """Bytes besides weights, gradients and moments while a micro-batch of `layout` runs: traced without memory at two numbers of layers,
-    and extended along a line. The result is kept on disk, by all that it depends on.
-
-    On the CPU whatever the device: bf16 by the CPU's autocast, attention by its flash kernel, as a GPU's saves its result and one number a
-    row. FSDP2 and ZeRO are traced as one process with weights in the type that they are gathered in (what they gather is no activation);
-    tensor and context parallelism as rank 0 of torch's fake process group, in a child. None, and one line in the log, where a model
-    cannot be traced: the formula is as good as there is.
-    """
+    extended along a line, and kept on disk. On the CPU whatever the device: bf16 by the CPU's autocast, attention by its flash kernel, as
+    a GPU's saves its result and one number a row. FSDP2 and ZeRO are traced as one process with weights in the type they are gathered
+    in; tensor and context parallelism as rank 0 of torch's fake process group, in a child. None, and a line in the log, if it cannot."""
+    if layout.config.memory.checkpointed_blocks is not None:
+        some, rest = (trace(config, model_path, each, facts) for each in by_kind(layout))
+        return mixed(layout, facts, some, rest) if some and rest else None
     try:
         question = question_of(config, model_path, layout, facts)
         stored = cache_dir() / "traces" / f"{_key(question)}.json"
@@ -80,13 +80,13 @@ def trace(config: Config, model_path: str | None, layout: Layout, facts: ModelFa
 
 def question_of(config: Config, model_path: str | None, layout: Layout, facts: ModelFacts) -> dict[str, Any]:
     """All that a trace depends on, as JSON. `layers`: the two numbers of layers."""
-    if facts.vision_language:
-        raise Untraceable("it sees images of many sizes")
+    if facts.vision_language or (config.memory.activation_offload and layout.device == "cpu"):
+        raise Untraceable("it sees images of many sizes" if facts.vision_language else "what is offloaded stays in the same memory")
     if layout.engine == "pipeline" and layout.mesh.tp * layout.mesh.cp > 1:
         raise Untraceable("its pipeline's stages are cut")
     cut = layout.stream_parts > 1
     strategy = make(StrategySpec, "tp", sequence_parallel=True) if cut else make(StrategySpec, "single")
-    plain: dict[str, Any] = {"strategy": strategy, "compile": CompileConfig()}
+    plain: dict[str, Any] = {"strategy": strategy, "compile": CompileConfig(), "memory": layout.config.memory}
     if isinstance(config.adapter, LoRAConfig):
         plain["adapter"] = config.adapter.model_copy(update={"quantize": "none"})
     plan = Plan(

@@ -176,6 +176,10 @@ class Progress:
         if event.path:
             self.save = event
 
+    def _on_started(self, event: events.Started) -> None:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in event.seconds.items())
+        self._print(f"first step after {sum(event.seconds.values()):.1f} s: {parts}", "dim")
+
     def _on_restore(self, event: events.Restore) -> None:
         for skipped in event.skipped:
             self._print(f"passed over a damaged checkpoint: {skipped['reason']}", "yellow")

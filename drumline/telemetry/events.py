@@ -175,6 +175,12 @@ class Reference(Event, kind="reference"):
     seconds: float  # it took
 
 
+class Started(Event, kind="started"):
+    """After the first step of a process."""
+
+    seconds: dict[str, float]  # by part of start-up: imports, processes (joining), model, data, first step (with compilation)
+
+
 class Restore(Event, kind="restore"):
     step: int  # that the run goes on after
     path: str | None  # the checkpoint; null where there was none yet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
@@ -33,6 +34,7 @@ from drumline.dist.reduce import Gather
 from drumline.dist.seeds import deterministic
 from drumline.dist.start import Ranks, gpu
 from drumline.errors import CheckpointError, DataError
+from drumline.hardware.detect import cache_dir
 from drumline.models.own import own_build
 from drumline.parallel.engine import OPTIONAL, Engine
 from drumline.strategies.build import build_engine, build_module, stats_with_frozen
@@ -64,6 +66,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
             start = Start.find(plan, resume, memory)
     searched = time.time() - began
     engine = _engine(plan, device, start.checkpoint_keys if start else frozenset())
+    goodput.end_part("model")
     checkpointer = checkpointer_of(plan, config.eval.mode)
     if memory is not None:
         memory.begin()
@@ -83,6 +86,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         is_new = not (start and start.path)
         training, held_out, back = _streams(plan, ranks, engine, algorithm, state, is_new, gather, emit, stop_flag)
     _agree_on(verification)
+    goodput.end_part("data")
     saved = state.step if start and start.path and checkpointer.is_kept(start.path) else -1
     traffic = Traffic(config.strategy.step_kind, device)
     return Loop(
@@ -243,5 +247,7 @@ def set_kernels(plan: Plan) -> None:
     On Hopper torch prefers cuDNN's attention, which makes a plan for each new shape; rollouts grow by a token, and rows vary.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = plan.config.precision.tf32
+    # What is compiled serves the next run, too; torch's own folder is below /tmp.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "compiled"))
     rolls_out = plan.config.algorithm.rollout is not None
     torch.backends.cuda.enable_cudnn_sdp(fixed_width(plan) is not None and not rolls_out)

@@ -49,6 +49,7 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
         reporter = MainReporter(plan, listener, callbacks) if ranks.rank == 0 else Reporter(callbacks)
         emit = reporter.emit
         goodput = Goodput(started)
+        goodput.end_part("processes")
         error: BaseException | None = None
         try:
             train_on(plan, ranks, resume, emit=emit, stop_flag=stop_flag, past=past, goodput=goodput)

@@ -20,7 +20,7 @@ from drumline.dist.seeds import seed_step
 from drumline.errors import ConfigError, TrainingStopped
 from drumline.models.router import router_metrics
 from drumline.parallel.engine import Engine
-from drumline.telemetry.events import Emit, Eval, Step
+from drumline.telemetry.events import Emit, Eval, Started, Step
 from drumline.telemetry.measure import Measure
 from drumline.telemetry.profile import Profile
 from drumline.telemetry.stragglers import Stragglers
@@ -210,6 +210,8 @@ class Loop:
         self.goodput.seconds["recompute" if flight.step <= self.seen_step else "productive"] += seconds
         self.measure.took(flight.step, flight.clock, max(0.0, seconds - flight.data_s))
         heartbeat.beat("report")
+        if parts := self.goodput.begun():
+            self.emit(Started(seconds=parts))
         self.stragglers.add(flight.step, seconds, flight.tokens, data, communication)
         if flight.logged:
             self._log_step(flight, seconds)

@@ -42,6 +42,7 @@ from drumline.planner.faults import MTBF_HOURS, campaign
 from drumline.planner.question import Found, assemble, find_model, roles_of
 from drumline.planner.search.answer import Candidate
 from drumline.planner.search.auto import choose
+from drumline.planner.search.budget import kinds_of, within_budget
 from drumline.report.bars import OnProgress, notes
 from drumline.rl import rewards
 from drumline.rl.curriculum import require_domains
@@ -102,6 +103,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         plan.config.strategy.require(plan, on_progress)
     cluster, _ = cluster_here(config, machine, plan.device, plan.mesh.world_size * plan.devices_per_rank)
     why = [*why, *network.why(os.environ, config.launch.timeout_seconds, config.launch.interface)]
+    if config.memory.budget_gb is not None and not request.loaded.config.strategy.planned:
+        plan = within_budget(plan, question.facts, cluster, kinds_of(config.memory))
     plan = predict(plan.model_copy(update={"why": [*why, *plan.why]}), question.facts, cluster)
     return _with_saves(plan, cluster) if config.checkpoint.every == "auto" else plan
 

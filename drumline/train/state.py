@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from drumline.core.config import Config
 from drumline.core.plan import Plan
@@ -126,7 +127,9 @@ class Goodput:
     def __init__(self, started: float) -> None:
         self.started = started
         self.seconds = dict.fromkeys(self.CATEGORIES, 0.0)
-        self._first_step = False
+        # Of start-up, in order: from the process's begin, or the end of a part, to the end of the next.
+        self.parts = {"imports": max(0.0, started - psutil.Process().create_time())}
+        self._first_step, self._part_began, self._begun = False, started, False
 
     @contextmanager
     def spend(self, category: str) -> Iterator[None]:
@@ -135,6 +138,19 @@ class Goodput:
             yield
         finally:
             self.seconds[category] += time.time() - before
+
+    def end_part(self, name: str) -> None:
+        """Of start-up, what was since the last part, or since `started`, is this one."""
+        now = time.time()
+        self.parts[name], self._part_began = now - self._part_began, now
+
+    def begun(self) -> dict[str, float] | None:
+        """After the first step, once: the seconds of the parts of start-up, that step among them (compilation is in it)."""
+        if self._begun:
+            return None
+        self._begun = True
+        self.end_part("first step")
+        return {name: round(seconds, 3) for name, seconds in self.parts.items()}
 
     def first_step(self) -> None:
         """Start-up ends here: all time so far that nothing else has claimed."""

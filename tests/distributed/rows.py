@@ -23,7 +23,8 @@ class Row:
     @property
     def layers(self) -> int:
         """Of the model: as few as the strategy can be seen at."""
-        return 4 if engine_of(self) == "pp" or self is REFERENCES[4] else 2
+        moves = self.sections.get("memory", {}).get("activation_offload")  # of all blocks but two
+        return 4 if engine_of(self) == "pp" or moves or self is REFERENCES[4] else 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +92,12 @@ ROWS = [
     Row("fsdp2 2, reduced once a step", 2, {"strategy": {"kind": "fsdp2", "sync_each_micro_batch": False}, "batch": {"micro_batch": 1}}),
     Row("fsdp2 2, grad-op", 2, {"strategy": {"kind": "fsdp2", "reshard_after_forward": False, "prefetch": 0}}),
     Row("fsdp2 2, activation checkpointing", 2, {"strategy": "fsdp2", "memory": {"activation_checkpointing": "full"}}),
+    Row("fsdp2 2, activations offloaded", 2, {"strategy": "fsdp2", "memory": {"activation_offload": True}}),
+    Row(
+        "ddp 2, one block checkpointed, in chunks",
+        2,
+        {"strategy": "ddp", "memory": {"activation_checkpointing": "full", "checkpointed_blocks": 1, "mlp_chunk": 96}},
+    ),
     Row("fsdp2 2, offload", 2, {"strategy": {"kind": "fsdp2", "offload": "cpu"}, "batch": {"micro_batch": 2}}),
     Row(
         "fsdp2 2, wraps blocks and their halves",

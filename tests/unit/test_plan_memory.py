@@ -75,7 +75,7 @@ def layout(strategy: dict[str, Any], world: int, *, micro: int = 1, accumulation
         config=config,
         mesh=mesh,
         batch=batch,
-        precision="fp32" if config.precision.kind == "auto" else config.precision.kind,
+        precision="fp32" if config.precision.kind == "auto" else "bf16" if config.precision.kind == "fp8" else config.precision.kind,
         device="cuda",
         engine=config.strategy.engine(mesh),
         data_parallel=config.strategy.data_parallel(mesh),

@@ -95,6 +95,9 @@ def _stem(name: str) -> str:
 
 def formula(layout: Layout, facts: ModelFacts) -> Activations:
     """The activations of a rank of the layout, counted operator by operator."""
+    if layout.config.memory.checkpointed_blocks is not None:
+        some, rest = (formula(each, facts) for each in by_kind(layout))
+        return mixed(layout, facts, some, rest)
     adapter = isinstance(layout.config.adapter, LoRAConfig)
     kernel = choice_of(layout, facts).kernel
     # A mask of the whole length, where rows hold several documents or padding counts, unless attention is given the lengths of these; the
@@ -109,9 +112,32 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
         dropped = width + (width if layout.device == "cpu" else 1) if facts.drops_scores else width * (width < 4)
         scores = 4 + width * facts.caps_scores + dropped
     joins = kernel == "documents" and not scores and (layout.config.packs or facts.bidirectional)
-    kept = Attention(mask, repeats, scores, drops, joins)
-    cuts = layout.mesh.tp, layout.stream_parts
-    return _formula(facts, kind_of(layout), layout.activation_checkpointing, layout.length, kept, adapter, *cuts)
+    kept, memory = Attention(mask, repeats, scores, drops, joins), layout.config.memory
+    # Of a micro-batch, the part that a feed-forward works on at once.
+    chunk = min(1.0, memory.mlp_chunk * layout.mesh.cp / (layout.rows * layout.length)) if memory.mlp_chunk else 0.0
+    moves = None if not memory.activation_offload else layout.device == "cuda"
+    kinds = kind_of(layout), layout.activation_checkpointing
+    return _formula(facts, *kinds, layout.length, kept, adapter, layout.mesh.tp, layout.stream_parts, chunk, moves)
+
+
+def by_kind(layout: Layout) -> tuple[Layout, Layout]:
+    """Of a layout whose first blocks alone are checkpointed: one in which all are, and one in which none is."""
+    config, memory = layout.config, layout.config.memory.model_copy(update={"checkpointed_blocks": None})
+    every = layout.model_copy(update={"config": config.model_copy(update={"memory": memory})})
+    return every, every.model_copy(update={"activation_checkpointing": "none"})
+
+
+def mixed(layout: Layout, facts: ModelFacts, some: Activations, rest: Activations) -> Activations:
+    """The activations of such a layout, from those of the two (`by_kind`). What the other blocks keep is gone when the first ones are
+    computed again."""
+    layers = facts.layers
+    number = min(layout.config.memory.checkpointed_blocks or 0, layers)
+    mean = (number * some.saved_block + (layers - number) * rest.saved_block) / layers
+    back = max(rest.live_backward * (number < layers), some.live_backward - (layers - number) * (rest.saved_block - some.saved_block))
+    update = {"saved_block": mean, "live_backward": back, "live_forward": max(some.live_forward, rest.live_forward)}
+    update["saved_ends"] = max(some.saved_ends, rest.saved_ends)
+    update["offloaded"] = (number * some.offloaded + (layers - number) * rest.offloaded) / layers
+    return (some if number == layers else rest).model_copy(update=update)
 
 
 class Attention(NamedTuple):
@@ -128,19 +154,37 @@ class Attention(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _formula(
-    facts: ModelFacts, kind: Kind, recomputes: str, length: int, attention: Attention, adapter: bool, tp: int, parts: int
+    facts: ModelFacts,
+    kind: Kind,
+    recomputes: str,
+    length: int,
+    attention: Attention,
+    adapter: bool,
+    tp: int,
+    parts: int,
+    chunk: float,
+    moves: bool | None,
 ) -> Activations:
-    """`parts`: that tp ranks cut the residual stream into by tokens; what a region gathers is there while it runs."""
+    """`parts`: that tp ranks cut the residual stream into by tokens; what a region gathers is there while it runs. `chunk`: the part of a
+    micro-batch that the feed-forward works on at once; 0: all, and it keeps what it does. `moves`: what blocks keep goes to the host, and
+    so off this device (False: which is the host itself); None: it stays."""
     block, width = block_of(facts), 4 if kind == "fp32" else 2
     whole = (2 if kind == "low" else 4) * block.hidden  # bytes of a token's hidden states between blocks
     stream, gathered = whole / parts, width * block.hidden * (parts > 1)
-    everything = _saved(facts, block, kind, length, attention, tp, parts, recomputes != "none")
-    queries, feed = block.queries / tp, block.feed / tp
+    everything, inside = _saved(facts, block, kind, length, attention, tp, parts, recomputes != "none")
+    queries, feed = block.queries / tp, block.feed / tp * (chunk or 1.0)
     wide = width * (3 if block.gated else 2) * feed
     # Gradients of the feed-forward's two branches, and of the stream; LoRA's fp32 copies of what a low precision made.
     backward = stream + width * 2 * feed + (7 * feed if adapter and kind != "fp32" else 0) + gathered * (2 if recomputes == "none" else 1)
     forward = max(4 * width * queries, width * block.hidden) + (6 * feed + 6 * block.hidden if adapter and kind != "fp32" else 0)
     forward += 2 * gathered + whole - stream  # the embedding's result is there while blocks run
+    if not chunk:
+        everything += inside
+    else:
+        # Its input is kept. The gradients of chunks of it lie beside the last chunk, and then twice, while they are put together.
+        everything += stream
+        backward = max(backward + stream + chunk * inside, 4 * stream + width * block.hidden)
+        forward = max(forward, chunk * inside + wide + 2 * width * block.hidden)
     if recomputes == "none":
         saved = everything
     else:
@@ -156,8 +200,12 @@ def _formula(
         forward = max(forward, 2 * stream + wide + width * block.hidden + gathered + whole - stream)
     # Cosines and sines of rotary positions; what the last norm keeps, and what it gives to the head.
     angles = 2 * (2 if kind == "low" else 4) * max(1, block.queries // block.heads)
-    end = (8 if kind == "low" else 12) * block.hidden - (0 if block.trainable else whole) + angles + 4
-    return Activations(saved_block=saved, saved_ends=end, live_forward=forward, live_backward=backward)
+    end: float = (8 if kind == "low" else 12) * block.hidden - (0 if block.trainable else whole) + angles + 4
+    moved = 0.0
+    if moves is not None:  # two blocks' are on the device at once, and all on the host; what frozen embeddings gave stays
+        here, moved = 2 * saved + whole * (not block.trainable), saved * moves
+        saved, end, forward, backward = saved - moved, end + here * moves, forward + here, backward + here
+    return Activations(saved_block=saved, saved_ends=end, live_forward=forward, live_backward=backward, offloaded=moved)
 
 
 @lru_cache(maxsize=256)
@@ -174,19 +222,20 @@ def tower_bytes(facts: ModelFacts, low: bool) -> float:
 
 def _saved(
     facts: ModelFacts, block: Block, kind: Kind, length: int, attention: Attention, tp: int, parts: int = 1, again: bool = False
-) -> float:
-    """Bytes of a token that one block keeps without recomputation. Tensor parallelism cuts heads and feed-forward; with `parts` the stream
-    is cut, too, and of a region's input, gathered in the type of its products, a rank keeps its part unless blocks are computed `again`."""
+) -> tuple[float, float]:
+    """Bytes of a token that one block keeps without recomputation: outside of its feed-forward part, and inside. Tensor parallelism cuts
+    heads and feed-forward; with `parts` the stream is cut, too, and of a region's input, gathered in the type of its products, a rank
+    keeps its part unless blocks are computed `again`."""
     h, q, kv, feed = block.hidden, block.queries / tp, block.keys / tp, block.feed / tp
     width = 4 if kind == "fp32" else 2
     inputs = {part: block.trainable or part in block.adapted for part in ("qkv", "out", "up", "down")}
     # A norm keeps its input as it is, or of RMS norms in fp32 and, for the weight's gradient, normed.
     stream = 2 if kind == "low" else 4
     total: float = block.norms * (h * (4 + stream * block.trainable if block.rms else stream) + (4 if block.rms else 8)) / parts
-    for part, copies in (("qkv", 3), ("up", 2 if block.gated else 1)):
-        if inputs[part]:
-            # Autocast makes each of them a copy of its own out of the fp32 result of the norm.
-            total += width * h * (copies if kind == "autocast" and parts == 1 else 1 / (1 if again else parts))
+    # Autocast makes each of them a copy of its own out of the fp32 result of the norm.
+    copies = (3, 2 if block.gated else 1) if kind == "autocast" and parts == 1 else (1 / (1 if again else parts),) * 2
+    total += width * h * copies[0] * inputs["qkv"]
+    inside = width * h * copies[1] * inputs["up"]
     # Beside a mask keys and values are repeated for each query head, and each layer turns it into numbers.
     total += width * (attention.mask + (4 * q if attention.repeats else 2 * q + 2 * kv))
     total += width * q * (attention.joins and inputs["out"])
@@ -194,14 +243,14 @@ def _saved(
     if block.head_norms:
         total += (8 if kind == "fp32" else 6) * (q + kv)
     activation = 4 + (kind != "fp32") if not block.gated and facts.classes & PYTHON_GELU else 3 if block.gated else 1
-    total += width * feed * (activation + inputs["down"])
+    inside += width * feed * (activation + inputs["down"])
     if block.ranks:
         # DoRA keeps what the base layer gives, and what its factors do.
         total += width * (block.ranks + 2 * block.lengths)
         if kind == "autocast":
             # Adapters want fp32 inputs, of which autocast makes low ones: besides those that attention keeps.
             total += width * q * ("out" in block.adapted)
-    return total
+    return total, inside
 
 
 def head_bytes(kind: Kind, vocabulary: int, hidden: int, chunk: int, tokens: float, trainable: bool) -> tuple[float, float, float]:

@@ -311,10 +311,20 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
     saved = own.copies * -(-kept // world)
     in_memory = copies * kept * min(world, 2 * ranks) // world  # /dev/shm has this host's part, and the one of its neighbour
     block = FULL * largest_block(facts, stage_of(layout, facts, 0)).entries * (packed_bits(layout.config) > 0)  # read whole, to be packed
+    moved = offloaded(layout, facts) if layout.device == "cuda" else 0
     return HostMemory(
         load=ranks * (own.load + block + PROCESS) + min(WINDOW, weights) + in_memory // 2,
-        train=ranks * ((peak if layout.device == "cpu" else own.between) + PROCESS) + in_memory,
-        save=ranks * (own.between + PROCESS + saved) + in_memory,
+        train=ranks * ((peak if layout.device == "cpu" else own.between) + PROCESS + moved) + in_memory,
+        save=ranks * (own.between + PROCESS + saved + moved) + in_memory,
         # Rank 0 builds the whole model in fp32, adapters merged.
         export=0 if layout.config.checkpoint.export == "none" else ranks * (own.export + PROCESS) + weights,
     )
+
+
+def offloaded(layout: Layout, facts: ModelFacts, rounds: bool = True) -> int:
+    """Bytes of a micro-batch that blocks move to the host: of all but the last two. `rounds`: as pinned memory takes them, in powers of
+    two, where a block moves its input alone (torch keeps what it has pinned for the next micro-batch)."""
+    each = math.ceil(formula(layout, facts).offloaded * layout.rows * layout.length / layout.mesh.cp)
+    if rounds and layout.activation_checkpointing == "full":
+        each = 1 << (each - 1).bit_length() if each else 0
+    return each * max(0, facts.layers - 2)

@@ -17,12 +17,12 @@ from functools import lru_cache
 
 from drumline.core.cost import FULL, WIDTH, Copied, Flow, Volume
 from drumline.core.estimate import Activations, Estimate, Seconds
-from drumline.core.facts import ModelFacts
+from drumline.core.facts import ModelFacts, of_mlp, takes_fp8
 from drumline.core.plan import Layout
 from drumline.core.rollouts import VLLMGenerator
 from drumline.core.stages import bubble, stage_cost
 from drumline.hardware.cluster import Cluster
-from drumline.planner.cost.memory import as_kept, host_memory, memory, samples_copy
+from drumline.planner.cost.memory import as_kept, host_memory, memory, offloaded, samples_copy
 from drumline.planner.cost.traffic import flows
 
 # Bytes in 16-bit precisions. Eager: four published runs of torchtitan on H100 (7B with full and selective AC, 8B on 8 and on 128), within
@@ -77,6 +77,11 @@ def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, volume: Volume)
         idle = bubble(layout.pipeline.schedule, layout.mesh.pp, layout.pipeline.stages_per_rank, layout.batch.accumulation)
         waits = busy * (_slowest(facts, layout.pipeline.layers, layout.mesh.pp) / (1 - idle) - 1)
     optimizer, offload = _update(layout, facts, cluster, busy)
+    if layout.device == "cuda" and (moved := offloaded(layout, facts, rounds=False)):
+        moved *= layout.batch.accumulation
+        offload += max(0.0, cluster.host_seconds("to_host", moved) - forward) + max(
+            0.0, cluster.host_seconds("to_device", moved) - backward
+        )
     return Seconds(
         compute=busy,
         communication=communication,
@@ -95,8 +100,12 @@ def _busy(layout: Layout, facts: ModelFacts, cluster: Cluster) -> tuple[float, f
     bandwidth = (cluster.calibration.memory or cluster.device.bandwidth) * mesh.pp
     moved = (MOVED_COMPILED if layout.config.compile.enabled else MOVED) * facts.hidden * facts.layers * (WHOLE + (1 - WHOLE) / mesh.tp)
     moved = WIDTH[precision] / 2 * moved + MOVED_HEAD * facts.vocab_size / mesh.tp
-    forward, backward = flops(facts, layout.activation_checkpointing)
-    again = layout.activation_checkpointing != "none"
+    memory = layout.config.memory
+    again = min(1.0, (memory.checkpointed_blocks or facts.layers) / facts.layers) if layout.activation_checkpointing != "none" else 0.0
+    if layout.fp8:
+        rate, cast = _of_fp8(layout, facts, cluster, rate)
+        moved += cast
+    forward, backward = flops(facts, layout.activation_checkpointing, again, bool(memory.mlp_chunk))
     first = rounds * tokens * ((forward + scoring_flops(layout, facts)) / rate + moved / 3 / bandwidth)
     second = rounds * tokens * (backward / rate + (2 + again) * moved / 3 / bandwidth)
     starts = rounds * (len(facts.block_weights) or facts.layers) / mesh.pp * layout.devices_per_rank
@@ -106,13 +115,24 @@ def _busy(layout: Layout, facts: ModelFacts, cluster: Cluster) -> tuple[float, f
     return max(first, start_first), max(second, start_second)
 
 
+def _of_fp8(layout: Layout, facts: ModelFacts, cluster: Cluster, rate: float) -> tuple[float, float]:
+    """(the rate of a step whose blocks' linear layers multiply in fp8; bytes for each token that casts move). Products reach the same part
+    of the datasheet as those in bf16. Inputs and gradients are read in 16 bits and written in 8, once for each of the two products that
+    they are in. An estimate: nothing of it has run on a GPU."""
+    weights = [weight for block in facts.block_weights for weight in block if takes_fp8(weight)]
+    share = 6.0 * sum(weight.numel for weight in weights) / facts.flops_per_token
+    spared = share * (1 - cluster.device.flops.get("bf16", 0.0) / cluster.device.flops["fp8"]) if "fp8" in cluster.device.flops else 0.0
+    return rate / (1 - spared), 2 * 3.0 * sum(sum(weight.shape) for weight in weights) / layout.mesh.tp
+
+
 @lru_cache(maxsize=1024)
-def flops(facts: ModelFacts, checkpointing: str) -> tuple[float, float]:
+def flops(facts: ModelFacts, checkpointing: str, part: float = 1.0, chunked: bool = False) -> tuple[float, float]:
     """FLOPs of a token: forward, and backward with the recomputation: of blocks (full), or of every second product without attention
-    (selective)."""
+    (selective), in this `part` of the blocks; and of feed-forward parts that are `chunked`."""
     forward, attention = forward_flops(facts), facts.layers * facts.attention_flops / 3
     blocks = max(0.0, forward - attention - 2 * facts.head_parameters)
-    again = {"none": 0.0, "selective": blocks / 2, "full": blocks + attention}[checkpointing]
+    again = {"none": 0.0, "selective": blocks / 2, "full": blocks + attention}[checkpointing] * part
+    again += 2.0 * sum(map(of_mlp, facts.block_weights)) * chunked
     return forward, facts.flops_per_token - forward + again
 
 

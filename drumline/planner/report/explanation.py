@@ -5,7 +5,7 @@ from __future__ import annotations
 from drumline.core.attention import choice_of
 from drumline.core.cost import entry_bytes, low_moments
 from drumline.core.estimate import FITS, TIGHT
-from drumline.core.explain import count
+from drumline.core.explain import checkpointing, count
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
 from drumline.core.registry import nearest
@@ -98,7 +98,7 @@ def _runs(found: Candidate, facts: ModelFacts) -> list[Line]:
         ("engine", f"{layout.engine}, {layout.precision} on {layout.device}"),
         ("batch", layout.batch.rule(mesh.data_ranks)),
         ("tokens", tokens),
-        ("checkpointing", layout.activation_checkpointing),
+        ("checkpointing", checkpointing(layout)),
         *([] if layout.config.images_alone else [("attention", choice_of(layout, facts).line)]),
     ]
     if layout.pipeline is not None:

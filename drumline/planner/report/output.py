@@ -114,10 +114,11 @@ def full_config(config: Config, candidate: Candidate) -> dict[str, Any]:
 
 def overrides(config: Config, candidate: Candidate) -> list[str]:
     """The overrides with which the planned config trains as this candidate does."""
-    batch, checkpointing = candidate.layout.batch, candidate.layout.activation_checkpointing
+    batch, memory = candidate.layout.batch, candidate.config.memory
     made = ["strategy=" + flow(chosen(candidate)["strategy"])]
-    if checkpointing != config.memory.activation_checkpointing:
-        made.append(f"memory.activation_checkpointing={checkpointing}")
+    for key in ("activation_checkpointing", "checkpointed_blocks"):
+        if getattr(memory, key) != getattr(config.memory, key):
+            made.append(f"memory.{key}={getattr(memory, key)}")
     for key in ("global_samples", "micro_batch", "accumulation"):
         given = getattr(config.batch, key)
         if given != getattr(batch, key) and not (key == "global_samples" and config.batch.global_tokens is not None):

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from drumline.core.cluster import MOST_NODES
 from drumline.core.estimate import HostMemory, Memory
-from drumline.core.explain import count
+from drumline.core.explain import checkpointing, count
 from drumline.errors import PlanError, UserError
 from drumline.hardware.catalog import DEVICES, GIGA, LINKS, TERA
 from drumline.planner.report.output import VERSION, candidate, overrides
@@ -165,7 +165,7 @@ def _groups(question: Question, ranked: Sequence[Candidate], tokens: float | Non
     layout: Columns = {
         "mesh": [" · ".join(parts) or "1" for parts in degrees],
         "micro ×\nacc": [f"{c.layout.batch.micro_batch} × {c.layout.batch.accumulation}" for c in ranked],
-        "checkpointing": [c.layout.activation_checkpointing for c in ranked],
+        "checkpointing": [checkpointing(c.layout) for c in ranked],
     }
     later = any(gradients_at_peak(memory) < 0.99 * memory.gradients for memory in memories)
     peak = "GB of a device at its peak" + (" (grads: all, some of which come after it)" if later else "")
@@ -265,7 +265,7 @@ def report_most(question: Question, kind: Kind, console: Console, top: int, as_j
     rows = []
     for each in found[:top]:
         cells = main_cells(each.found)
-        rows.append([each.found.name, f"{each.number:,}", *(cells[head] for head in SHOWN), each.found.layout.activation_checkpointing])
+        rows.append([each.found.name, f"{each.number:,}", *(cells[head] for head in SHOWN), checkpointing(each.found.layout)])
     heads = ("strategy", title, *SHOWN, "checkpointing")
     console.print(plain_table(console, heads, rows, spare=("verdict", "checkpointing")))
     console.print(f"\nThe largest: {key}={found[0].number} under {found[0].found.name}", markup=False, soft_wrap=True)

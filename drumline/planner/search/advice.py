@@ -25,6 +25,7 @@ SHORT = 512  # tokens; no shorter row is advised
 MOST_HOSTS = 1024
 LONGEST = 1 << 20  # tokens, where the model has no end of its own
 MOST_ROWS = 1 << 12
+MLP_CHUNK = 8192  # tokens: wide enough for a GPU's products
 MOST_CHANGES = 3  # that one line names
 DISK = "/nvme"  # stands for a folder that is not named yet
 
@@ -138,6 +139,9 @@ def _proposals(question: Question) -> Iterator[tuple[str, Question]]:
 
     if "activation_checkpointing" in config.memory.model_fields_set and config.memory.activation_checkpointing != "full":
         yield "memory.activation_checkpointing=full", set_in("memory", activation_checkpointing="full")
+    if not config.memory.activation_offload and cluster.device.kind == "cuda":
+        least = {"activation_checkpointing": "full", "activation_offload": True, "mlp_chunk": MLP_CHUNK}
+        yield f"memory={flow(least)}", set_in("memory", **least)
     if config.batch.global_samples is not None and (over := config.batch.global_samples % cluster.world_size):
         samples = config.batch.global_samples - over + cluster.world_size
         yield f"batch.global_samples={samples}", set_in("batch", global_samples=samples)
@@ -278,14 +282,15 @@ def _variants(plan: Plan, by_micro_batch: bool) -> Iterator[tuple[int, Config]]:
     spreads = [(0, config.strategy), *config.strategy.fallbacks(plan.mesh.data_ranks * plan.mesh.cp > 1, plan.device)]
     for micro, kept, loss, (cost, strategy) in product(micros, heavier, chunks, spreads):
         fewer = micro < batch.micro_batch
-        changes = fewer + (kept != plan.activation_checkpointing) + (loss is not algorithm) + cost
+        heavier_kind = kept != plan.activation_checkpointing or config.memory.checkpointed_blocks is not None
+        changes = fewer + heavier_kind + (loss is not algorithm) + cost
         if not changes:
             continue
         smaller = BatchConfig(global_samples=batch.global_samples, micro_batch=micro, accumulation=per_rank // micro)
         held_out = config.eval.micro_batch
         update = {
             "batch": smaller,
-            "memory": config.memory.model_copy(update={"activation_checkpointing": kept}),
+            "memory": config.memory.model_copy(update={"activation_checkpointing": kept, "checkpointed_blocks": None}),
             "algorithm": loss,
             "strategy": strategy,
             "eval": config.eval.model_copy(update={"micro_batch": min(held_out, micro)}) if held_out and fewer else config.eval,

@@ -117,7 +117,7 @@ def choose(question: Question) -> tuple[Config, str | None]:
     # A key that resolves to the same value anyway stays as the user set it.
     if resolve_batch(config, layout.mesh.data_ranks, in_flight(layout.mesh, layout.strategy)) != layout.batch:
         update["batch"] = first.config.batch
-    if layout.activation_checkpointing != config.memory.activation_checkpointing:
+    if layout.config.memory != config.memory:
         update["memory"] = layout.config.memory
     return config.model_copy(update=update), _why(answer)
 

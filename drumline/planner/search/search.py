@@ -28,9 +28,9 @@ from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import Device, Machine
 from drumline.planner.cost.times import estimate
 from drumline.planner.search.answer import TIE, Answer, Candidate, Question, Refused, faster, in_order, why_not
+from drumline.planner.search.budget import CHECKPOINTING, kinds_of, within_budget
 
 FEW = 3  # strategies of a family that an answer holds
-CHECKPOINTING = ("none", "selective", "full")
 # Keys that candidates choose; whatever else a user sets of a strategy goes over them.
 _CHOSEN = ("tp", "cp", "pp", "replicate", "reshard_after_forward", "offload", "offload_optimizer", "offload_parameters")
 
@@ -144,8 +144,10 @@ class _Estimates:
         machine = _machine(question.cluster)
         self.device = device_of(self.config, machine)
         self.precision = precision_of(self.config, machine, self.device, [])
-        open_ = "activation_checkpointing" not in self.config.memory.model_fields_set and question.facts.block_parameters
-        self.checkpointing = CHECKPOINTING if open_ else (self.config.memory.activation_checkpointing,)
+        memory = self.config.memory
+        self.kinds = kinds_of(memory) if question.facts.block_parameters else (memory.activation_checkpointing,)
+        # A budget chooses for each batch by itself.
+        self.checkpointing = self.kinds if memory.budget_gb is None else self.kinds[:1]
 
     def best_of(self, strategy: StrategySpec, family: _Family) -> Candidate | None:
         """The best micro-batch and checkpointing of a strategy: the fastest that fits; of those as fast, the least checkpointing, then the
@@ -198,6 +200,7 @@ class _Estimates:
                 continue
             try:
                 layout = lay_out(case, batch, question.roles, question.data, cluster.per_node)
+                layout = within_budget(layout, question.facts, cluster, self.kinds)
             except PlanError as error:
                 refusal = refusal or error
                 continue

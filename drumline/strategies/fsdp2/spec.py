@@ -11,7 +11,7 @@ from pydantic import Field
 
 from drumline.core.cost import FULL, LOW, WIDTH, Beside, Buffers, Copied, State, Volume, kind_of, stepping
 from drumline.core.estimate import Activations
-from drumline.core.facts import ModelFacts, Part, ends, largest_block, rank_params
+from drumline.core.facts import ModelFacts, Part, ends, largest_block, rank_params, takes_fp8
 from drumline.core.mesh import Mesh, divide
 from drumline.core.plan import Layout, Plan
 from drumline.core.rule import Case, Refusal, no_option
@@ -166,6 +166,10 @@ class FSDP2Strategy(Degrees):
         width = WIDTH[self.gathered_in(layout.precision, layout.config.images_alone) or "fp32"]
         spared = width - min(width, WIDTH[layout.precision])  # bytes of a frozen entry
         units, root = (width * has[name] - spared * has[f"{name}_low"] for name in ("units", "root"))
+        if layout.config.precision.gather == "fp8":  # the scale of each is the largest entry's, over all shards
+            cast = [weight.numel for block in facts.block_weights for weight in block if takes_fp8(weight)]
+            units -= (width - 1) * sum(cast) // shards
+            volume.add("all_reduce", FULL * len(cast), shards, "shard")
         forward = 1 if piped and not self.reshard_after_forward else rounds
         backward = 0 if not self.reshard_after_forward else 1 if piped else rounds
         blocks = max(1, len(facts.block_weights)) / layout.mesh.pp  # of a rank, mean over the stages

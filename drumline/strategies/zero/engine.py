@@ -40,7 +40,7 @@ from drumline.parallel.data_parallel import Spread
 from drumline.parallel.engine import DeviceSums, added
 from drumline.parallel.native import LOW_PRECISION, ForwardEngine, Plain, lowered, precise
 from drumline.parallel.optimizer import MakeOptimizer, make_state, new_optimizer
-from drumline.parallel.transforms import agree_on_statistics, apply_activation_checkpointing, apply_compile, apply_sync_batchnorm
+from drumline.parallel.transforms import agree_on_statistics, apply_compile, apply_memory, apply_sync_batchnorm
 from drumline.strategies.zero.fill import InTurn, filled, part, require_slots
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
 from drumline.vendor.deepspeed import CPU_Accelerator, combine_grad_norm_groups, get_global_norm_of_tensors
@@ -69,7 +69,7 @@ def prepare(
     if plan.config.model.sync_batchnorm and plan.mesh.world_size > 1:
         apply_sync_batchnorm(model, plan.device, plan.config.model.sync_batchnorm_ranks)
     module = Plain(model) if plain else ForwardWithObjective(model)
-    apply_activation_checkpointing(model, plan.activation_checkpointing)
+    apply_memory(model, plan)
     apply_compile(model, plan.config.compile)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     # Before anything is cut: shapes decide which weights decay.
