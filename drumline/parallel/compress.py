@@ -214,7 +214,7 @@ class PowerSGD(ErrorFeedback):
                 self.bases[p] = torch.randn(matrix.shape[1], self.options.rank, generator=self.generator).to(matrix)
         lefts = [matrix @ self.bases[p] for p, matrix in matrices.items()]
         averaged = self._average_together([*whole, *lefts])
-        lefts = [torch.linalg.qr(left).Q for left in averaged[len(whole) :]]
+        lefts = orthonormal(averaged[len(whole) :])
         rights = self._average_together([matrix.T @ left for matrix, left in zip(matrices.values(), lefts, strict=True)])
         error = flat.clone()
         for part, value in zip(whole, averaged, strict=False):
@@ -233,6 +233,17 @@ class PowerSGD(ErrorFeedback):
             return []
         flat = self._all_reduce(torch.cat([t.flatten() for t in tensors])).div_(self.size)
         return [part.view_as(t) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
+
+
+def orthonormal(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Q of each matrix's QR; those of one shape in one batch, since a small QR is mostly the start of its kernels."""
+    by_shape: dict[torch.Size, list[int]] = {}
+    for place, matrix in enumerate(matrices):
+        by_shape.setdefault(matrix.shape, []).append(place)
+    made: dict[int, torch.Tensor] = {}
+    for places in by_shape.values():
+        made |= zip(places, torch.linalg.qr(torch.stack([matrices[place] for place in places])).Q, strict=True)
+    return [made[place] for place in range(len(matrices))]
 
 
 KINDS: dict[str, type[Compressor]] = {"bf16": Cast, "fp16": Cast, "int8": Int8, "topk": TopK, "powersgd": PowerSGD}
