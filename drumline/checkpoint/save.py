@@ -39,6 +39,7 @@ from drumline.checkpoint.manifest import INDEX, STATE, UNFINISHED, FileRecord, M
 from drumline.checkpoint.ranks import Ranks, RanksError, describe_error
 from drumline.checkpoint.remote import Remote
 from drumline.checkpoint.retention import Retention, best_of
+from drumline.checkpoint.staging import Staging
 from drumline.checkpoint.storage import Writer, records_of
 from drumline.errors import CheckpointError, EnvironmentFault
 
@@ -344,33 +345,6 @@ def share_out(tensors: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tenso
             if owner == ranks.rank:
                 kept[name] = tensors[name]
     return kept, sum(sizes.values()) + OVERHEAD_BYTES * len(sizes)
-
-
-class Staging:
-    """CPU buffers that each save uses again; pinned for tensors on a GPU."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[str, Tensor] = {}
-
-    @property
-    def bytes_(self) -> int:
-        """Host memory of the buffers; 0 before the first save in the background."""
-        return sum(buffer.nbytes for buffer in self.buffers.values())
-
-    def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of plain tensors, and of the local shards of DTensors (as DTensors of the same layout). Waits for the copies."""
-        staged = {}
-        for name, tensor in tensors.items():
-            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-            buffer = self.buffers.get(name)
-            if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-                self.buffers[name] = buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-            buffer.copy_(local, non_blocking=True)
-            # Not DTensor.from_local, which would move the copy back to the mesh's device.
-            staged[name] = DTensor(buffer, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else buffer
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            torch.cuda.synchronize()
-        return staged
 
 
 def free_bytes(folder: Path) -> int:

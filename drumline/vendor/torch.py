@@ -32,10 +32,12 @@ PLACES = {
     "on_compile_end": "torch._dynamo:on_compile_end",
     "on_compile_start": "torch._dynamo:on_compile_start",
     "orthogonalise": "torch.optim._muon:_zeropower_via_newtonschulz",
+    "pin_memory": "torch.cuda._pin_memory_utils:pin_memory",
     "record_memory_history": "torch.cuda.memory:_record_memory_history",
     "resolve_process_group": "torch.distributed.distributed_c10d:_resolve_process_group",
     "to_copy": "torch:ops.aten._to_copy",
     "tree_leaves": "torch.utils._pytree:tree_leaves",
     "tree_map_only": "torch.utils._pytree:tree_map_only",
+    "unpin_memory": "torch.cuda._pin_memory_utils:unpin_memory",
 }
 __getattr__ = names("torch", "2.11.0", "2.13.0", PLACES)
