@@ -155,13 +155,20 @@ class _Gradients:
         """Add the part of `rows`. `grad`: of logits, [n, V] in `precise`, overwritten. `scale`: a power of two for fp16; None: 1."""
         if self.bias is not None:
             self.bias += grad.sum(0)
+        if self.weight is not None and not grad.is_cuda:
+            self.weight.addmm_(grad.T, hidden.to(self.precise))
         low = (grad if scale is None else grad.mul_(scale)).to(hidden.dtype)
         if self.hidden is not None:
             self.hidden[rows] = self._product(low, weight, scale)
-        if self.weight is not None and hidden.dtype == self.precise:
+        if self.weight is None or not grad.is_cuda:
+            return
+        # Added by the product itself: a product of its own would be as large as the weight.
+        if hidden.dtype == self.precise:
             self.weight.addmm_(low.T, hidden)
-        elif self.weight is not None:
+        elif isinstance(scale, Tensor):  # a factor of the product is a number of the host
             self.weight += self._product(low.T, hidden, scale)
+        else:
+            torch.addmm(self.weight, low.T, hidden, self.precise, alpha=1 / (scale or 1), out=self.weight)
 
     def _product(self, a: Tensor, b: Tensor, scale: Any) -> Tensor:
         """a @ b / scale in `precise`, also for factors of 16 bits: rounding to 16 bits would lose, and in fp16 overflow, what fp32 sums

@@ -264,8 +264,7 @@ def head_bytes(kind: Kind, vocabulary: int, hidden: int, chunk: int, tokens: flo
         return (8 if kind == "fp32" else 10) * logits, 12 * logits + left, left
     rows = min(chunk, tokens)
     cast = 2.0 * vocabulary * hidden if kind == "autocast" else 0.0
-    product = 0.0 if kind == "fp32" else weight
     gradient = 4 * tokens * hidden
     # Everything is written over the fp32 logits; a low copy stands beside them. The chunk before is still there when the next is made.
     logits = (4 if kind == "fp32" else 6) * min(2 * rows, tokens) * vocabulary
-    return logits + weight + product + cast + gradient, 2 * weight + gradient, left
+    return logits + weight + cast + gradient, 2 * weight + gradient, left
