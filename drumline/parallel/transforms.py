@@ -8,6 +8,7 @@ the data-parallel wrapper last, around everything, so that it sees the parameter
 from __future__ import annotations
 
 import functools
+from collections import deque
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,7 @@ from drumline.core.strategy import CopyOptions
 from drumline.models import losses
 from drumline.models.blocks import blocks
 from drumline.parallel.offload import ActivationOffload
-from drumline.vendor.torch import BatchNorm
+from drumline.vendor.torch import BatchNorm, TorchDispatchMode
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ATEN = torch.ops.aten
@@ -41,6 +42,7 @@ ATTENTION = {
 }
 KERNELS = ("torch_attn", "flash_attn", "flash_attn_3")  # of variable lengths, by the libraries of their operations
 PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
+WRITTEN = {_ATEN.mm.out, _ATEN.addmm.out}  # as compiled code calls them
 
 
 def apply_sync_batchnorm(model: nn.Module, device: str, ranks: int | None) -> None:
@@ -209,7 +211,34 @@ def selective() -> tuple[Any, Any]:
             return CheckpointPolicy.MUST_SAVE if seen[context.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE if operation in ATTENTION or operation.namespace in KERNELS else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    kept: deque[torch.Tensor] = deque()
+    first, again = create_selective_checkpoint_contexts(policy)
+    return _Selective(first, kept, False), _Selective(again, kept, True)
+
+
+class _Selective(TorchDispatchMode):
+    """torch's mode of one pass, `inner`, and the same for products of compiled code: it writes them into memory of its own, which it uses
+    again later, so every second one is kept as a copy, and `again` written from it."""
+
+    def __init__(self, inner: Any, kept: deque[torch.Tensor], again: bool) -> None:
+        super().__init__()
+        self.inner, self.kept, self.again, self.products = inner, kept, again, 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As torch's modes for this: below others blocks would not be compiled."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in WRITTEN:
+            return self.inner.__torch_dispatch__(func, types, args, kwargs)
+        self.products += 1
+        if self.products % 2 and self.again:
+            return kwargs["out"].copy_(self.kept.popleft())
+        out = func(*args, **kwargs)
+        if self.products % 2:
+            self.kept.append(out.clone())
+        return out
 
 
 def apply_compile(model: nn.Module, options: CompileConfig) -> None:
