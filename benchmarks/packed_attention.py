@@ -93,7 +93,7 @@ def by_documents(name: str, device: Any) -> Any:
     source = ModelConfig(id=None, config=TINY) if name == "tiny" else ModelConfig(id=name)
     model = build_model(None if name == "tiny" else resolve(source, lambda *_: None), source, 0, device)
     data = {"train": [{"kind": "file", "path": "-"}]}
-    config = Config.model_validate({"model": source.model_dump() | {"attention": "documents"}, "algorithm": "pretrain", "data": data})
+    config = Config.model_validate({"model": source.model_dump(), "algorithm": "pretrain", "data": data})
     batch_plan = BatchPlan(global_samples=1, micro_batch=1, accumulation=1, eval_micro_batch=1)
     precision: Any = "bf16" if device == "cuda" else "fp32"
     attend_by_documents(model, Layout(config=config, mesh=Mesh(), engine="native", device=device, precision=precision, batch=batch_plan))

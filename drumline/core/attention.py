@@ -26,8 +26,8 @@ class Choice(NamedTuple):
 
     @property
     def line(self) -> str:
-        """For the plan. Kernels for GPUs have run on none here, and no mix of ranks was held against the mask yet."""
-        label = "" if self.kernel == "masked" else " (experimental)"
+        """For the plan. Kernels for GPUs have run on none here."""
+        label = "" if self.kernel in ("masked", "documents") else " (experimental)"
         return f"{self.kernel}{label}: {self.why}"
 
 
@@ -43,16 +43,16 @@ def choose(layout: Layout, head_dim: int, caps: bool, own: bool, needs_mask: str
     wanted = layout.config.model.attention
     if wanted in ("sdpa", "eager"):
         return Choice("masked", f"model.attention is {wanted}")
-    if wanted == "auto":
-        return Choice("masked", needs_mask or "as transformers does it; model.attention: documents does without (experimental)")
     if layout.devices_per_rank > 1:
         needs_mask = "dp cuts the rows of a batch that is collated already"
     if layout.mesh.cp > 1 and layout.strategy.context_method() == "ring":
         needs_mask = "ring attention has a kernel of its own"
     if needs_mask:
         return Choice("masked", needs_mask)
-    if wanted != "documents":
+    if wanted != "auto":
         return Choice(wanted, "model.attention sets it")  # type: ignore[arg-type]
+    if not layout.config.packs and layout.config.head != "text":
+        return Choice("documents", "a row is one, and what stands behind it needs no mask")
     if layout.device == "cpu":
         return Choice("documents", "each by itself, which spares the pairs of tokens between them")
     if layout.precision == "fp32" or own:

@@ -67,9 +67,9 @@ class ModelConfig(Section):
     chat_template: PathText | None = Field(None, description="Path of a Jinja file to use instead of the tokenizer's chat template.")
     attention: Literal["auto", "sdpa", "eager", "documents", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
         "auto",
-        description="Attention kernel. auto (sdpa, or eager for a class without it), sdpa and eager keep documents apart by a mask of all"
-        " pairs of tokens, the rest (experimental) by their lengths. documents: by device, type and head size, on a CPU sdpa for each by"
-        " itself; the plan says which. varlen: torch's own for 16 bits.",
+        description="Attention kernel. auto: by device, type and head size; the plan says which. sdpa and eager keep documents apart by a"
+        " mask of all pairs of tokens, the rest by their lengths. documents: sdpa for each by itself. varlen (experimental): torch's own"
+        " for 16 bits.",
     )
     kernels: Literal["torch", "liger"] = Field(
         "torch",

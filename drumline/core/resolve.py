@@ -51,7 +51,7 @@ def resolve(
     batch = resolve_batch(config, mesh.data_ranks, in_flight(mesh, strategy), why=why)
     why += batch_norm_why(config, batch, facts.batch_norms if facts else 0)
     layout = lay_out(case, batch, roles or {}, data, len(machine.devices), why)
-    if facts is not None and config.model.attention != "auto":
+    if facts is not None and not config.images_alone:
         why.append(f"attention {choice_of(layout, facts).line}")
     why += strategy.notes(world, layout.devices_per_rank, batch.micro_batch)
     offloads = strategy.offloads()

@@ -84,10 +84,12 @@ def batch_in_hand() -> bool:
 def attending(model: Any, batch: Any, sequence: SequencePart | None = None) -> Iterator[dict[str, Any]]:
     """The arguments of a model for a batch, or for this rank's part of it, and a context for its forward.
 
-    A mask of ones keeps transformers from looking for documents in the positions, for which the host would wait.
+    A mask of ones, or no positions, keep transformers from looking for documents in the positions, for which the host would wait.
     """
-    inputs = batch.inputs() if sequence is None else sequence.inputs(batch)
-    if getattr(batch, "documents", None) is None or not by_documents(model):
+    inputs, rows = batch.inputs() if sequence is None else sequence.inputs(batch), getattr(batch, "documents", None)
+    if rows is None or not by_documents(model):
+        if rows is not None and sequence is None and all(len(row) <= 1 for row in rows):  # 0, 1, 2, … in each: the model's own
+            inputs = {name: tensor for name, tensor in inputs.items() if name != "position_ids" or tensor.ndim > 2}
         yield inputs
         return
     token = _batch.set(batch)
@@ -109,8 +111,9 @@ def mask(before: str, **options: Any) -> Any:
     everything = options.get("allow_is_bidirectional_skip", False) and window is None
     if batch is not None and (causal or everything):
         documents = Documents(batch, not everything, window)
-        full = all(row == (documents.width,) for row in documents.lengths)
-        return None if full and before == "sdpa" and (window is None or window >= documents.width) else documents
+        # Padding stands behind all others, where no causal token sees it.
+        alone = all(row == (documents.width,) if everything else len(row) <= 1 for row in documents.lengths)
+        return None if alone and before == "sdpa" and (window is None or window >= documents.width) else documents
     if batch is not None and getattr(batch, "attention_mask_BT", None) is None:
         options["attention_mask"], positions_BT = None, batch.position_ids_BT
         if (documents_BT := find_packed_sequence_indices(positions_BT)) is not None:

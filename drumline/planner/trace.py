@@ -54,7 +54,7 @@ from drumline.vendor.torch import FakeStore, FakeTensorMode, TorchDispatchMode, 
 
 logger = logging.getLogger(__name__)
 # Part of the name of what is stored: raise it when a trace would come out otherwise than before.
-VERSION = 5
+VERSION = 6
 CHILD_SECONDS = 300
 LONGEST_PATTERN = 8  # kinds of layers that repeat (five local ones, then a global one): no more than so many are traced twice
 _ATEN = torch.ops.aten

@@ -18,9 +18,10 @@ from drumline.core.mesh import Mesh
 from drumline.core.model import ModelConfig
 from drumline.core.plan import BatchPlan, Layout
 from drumline.data.batches import LabelledBatch, TokenBatch, collate, learned_segment
+from drumline.errors import PlanError
 from drumline.models.attention import KERNELS, Documents, attend_by_documents, one_by_one
 from drumline.models.build import build_model
-from drumline.models.head import ForwardWithObjective, outputs, split
+from drumline.models.head import ForwardWithObjective, outputs, require_next_token, split
 from drumline.models.load import facts, load_config
 from drumline.parallel.transforms import apply_activation_checkpointing
 from drumline.planner.cost.activations import formula
@@ -38,9 +39,10 @@ PACK = {
 GPT_OSS = {"model_type": "gpt_oss", **LLAMA, **WINDOW, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
 
 
-def layout(device: Any = "cpu", precision: Any = "fp32", devices: int = 1, **model: Any) -> Layout:
-    model = {"id": None, "config": {"model_type": "llama"}, "attention": "documents", **model}
-    config = Config.model_validate({"model": model, "algorithm": "pretrain", "data": {"train": [{"kind": "file", "path": "x"}]}})
+def layout(device: Any = "cpu", precision: Any = "fp32", devices: int = 1, packs: bool = True, **model: Any) -> Layout:
+    model = {"id": None, "config": {"model_type": "llama"}, **model}
+    data = {"train": [{"kind": "file", "path": "x"}], "packing": packs}
+    config = Config.model_validate({"model": model, "algorithm": "pretrain", "data": data})
     batch = BatchPlan(global_samples=1, micro_batch=1, accumulation=1, eval_micro_batch=1)
     return Layout(config=config, mesh=Mesh(), engine="native", devices_per_rank=devices, device=device, precision=precision, batch=batch)
 
@@ -86,7 +88,6 @@ def test_losses_and_gradients_of_the_mask(kind: str, rows: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
 def test_each_document_is_as_if_alone(kind: str) -> None:
-    """That of gpt-oss too, whose documents transformers' own mask does not keep apart."""
     model, sizes = build(kind), (3, 7, 5)
     attend_by_documents(model, layout())
     batch, alone = batch_of(sizes), 0.0
@@ -94,6 +95,16 @@ def test_each_document_is_as_if_alone(kind: str) -> None:
         document = replace(batch_of((size,), width=size), input_ids_BT=ids_BT)
         alone += float(loss_and_gradients(model, document)[0])
     assert float(loss_and_gradients(model, batch)[0]) == pytest.approx(alone, rel=1e-6)
+
+
+def test_a_pack_of_gpt_oss_is_taken_by_documents_or_refused() -> None:
+    """transformers' own mask does not keep its documents apart: its class hands no positions on to the mask."""
+    model = build("gpt_oss")
+    attend_by_documents(model, layout(attention="eager"))
+    with pytest.raises(PlanError, match=r"data.packing.*GptOssForCausalLM does not keep the documents of a pack apart"):
+        require_next_token(model, "cpu", packed=True)
+    attend_by_documents(model, layout())
+    require_next_token(model, "cpu", packed=True)
 
 
 def test_texts_of_a_bidirectional_classifier() -> None:
@@ -132,9 +143,8 @@ class Seen(TorchDispatchMode):
         return {shape for shape in self.shapes if shape[-2:] == (width, width)}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("rows", ["packed", "padded"])
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("rows", ["packed", pytest.param("padded", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("mixtral", marks=pytest.mark.full)])
 def test_a_micro_batch_has_no_stop_and_no_mask(kind: str, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`.item()` and conditions reach the dispatcher; `.tolist()` and `.cpu()` of a CPU tensor do not."""
     model = build(kind)
@@ -268,8 +278,9 @@ def test_which_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drumline.core.attention.installed", lambda name: False)
     assert kernel() == kernel(device="cuda") == kernel(own=True, **gpu) == "documents"
     assert kernel(**gpu) == "varlen" and kernel(caps=True, **gpu) == kernel(size=512, **gpu) == "flex_attention"
-    assert kernel(needs_mask="why", **gpu) == kernel(attention="sdpa") == kernel(attention="auto") == kernel(devices=2, **gpu) == "masked"
+    assert kernel(packs=False, **gpu) == kernel(attention="documents", **gpu) == "documents"
+    assert kernel(needs_mask="why", **gpu) == kernel(attention="sdpa") == kernel(attention="eager") == kernel(devices=2, **gpu) == "masked"
     monkeypatch.setattr("drumline.core.attention.installed", lambda name: name == "flash_attn")
     assert kernel(**gpu) == kernel(caps=True, **gpu) == "flash_attention_2" and kernel(attention="varlen", **gpu) == "varlen"
-    lines = [choose(each, 64, False, False, "").line for each in (layout(**gpu), layout(attention="auto"))]
-    assert "(experimental)" in lines[0] and lines[1].startswith("masked: ")
+    lines = [choose(each, 64, False, False, "").line for each in (layout(**gpu), layout())]
+    assert "(experimental)" in lines[0] and lines[1].startswith("documents: ")
