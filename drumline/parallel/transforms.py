@@ -220,6 +220,9 @@ class _Selective(TorchDispatchMode):
     """torch's mode of one pass, `inner`, and the same for products of compiled code: it writes them into memory of its own, which it uses
     again later, so every second one is kept as a copy, and `again` written from it."""
 
+    supports_higher_order_operators = True
+    ac_graph_id: Any = None  # set where the region is traced with its recomputation
+
     def __init__(self, inner: Any, kept: deque[torch.Tensor], again: bool) -> None:
         super().__init__()
         self.inner, self.kept, self.again, self.products = inner, kept, again, 0
@@ -231,6 +234,7 @@ class _Selective(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in WRITTEN:
+            self.inner.ac_graph_id = self.ac_graph_id
             return self.inner.__torch_dispatch__(func, types, args, kwargs)
         self.products += 1
         if self.products % 2 and self.again:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from drumline.checkpoint.staging import Staging
 from tests.harness import drumline, events, losses, write_config
 from tests.strategies import DDPStrategy
 from tests.tiny import tiny_model_dir
@@ -28,6 +29,14 @@ def test_losses_as_on_the_cpu(tmp_path: Path, precision: str) -> None:
     assert losses(tmp_path / "gpu") == pytest.approx(losses(tmp_path / "cpu"), rel=tolerance)
     last = events(tmp_path / "gpu", "step")[-1]
     assert last["memory_bytes"][0] > 0
+
+
+def test_copies_for_the_background_are_pinned_and_take_no_more() -> None:
+    staging, tensors = Staging(), {"a": torch.randn(1000, 33, device="cuda"), "b": torch.randn(3, device="cuda")}
+    staged = staging.copy(tensors)
+    assert staged["a"].is_pinned() and staging.bytes_ < 1001 * 33 * 4
+    torch.testing.assert_close(staged, {name: tensor.cpu() for name, tensor in tensors.items()})
+    staging.copy({"a": torch.ones(5, device="cuda")})
 
 
 def test_auto_is_bf16_with_a_known_peak(tmp_path: Path) -> None:

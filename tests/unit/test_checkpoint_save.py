@@ -12,6 +12,7 @@ import torch
 from drumline.checkpoint.load import check, load, newest, pointed, read_state
 from drumline.checkpoint.manifest import folder_name
 from drumline.checkpoint.save import Checkpointer, SaveResult
+from drumline.checkpoint.staging import ALIGNED, Staging
 from drumline.errors import EnvironmentFault
 from tests.checkpoint_ranks import blank, content, differing
 
@@ -81,6 +82,22 @@ def test_tensors_with_strides_and_gradients_are_stored_by_value(tmp_path: Path) 
     fresh = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
     load(result.path, fresh)
     assert all(torch.equal(fresh[name], tensors[name]) for name in tensors)
+
+
+def test_copies_for_the_background_take_what_their_tensors_take() -> None:
+    """Each in a storage of its own, or torch.distributed.checkpoint would copy it again."""
+    tensors = {"a": torch.randn(1000, 33), "b": torch.randn(3).bfloat16(), "c": torch.tensor(7), "d": torch.empty(0, 4)}
+    staging = Staging()
+    assert staging.bytes_ == 0
+    for _ in range(2):
+        staged = staging.copy(tensors)
+        tensors = {name: tensor + 1 for name, tensor in tensors.items()}
+    torch.testing.assert_close(staged, {name: tensor - 1 for name, tensor in tensors.items()})
+    assert 0 <= staging.bytes_ - sum(tensor.nbytes for tensor in tensors.values()) < ALIGNED * len(tensors)
+    assert all(staged[name].untyped_storage().nbytes() == staged[name].nbytes for name in "abc")
+    smaller = staging.copy({"a": tensors["a"]})
+    assert smaller["a"] is staged["a"], "the memory that is there"
+    assert staging.copy({"a": torch.ones(2)})["a"].tolist() == [1, 1] and staging.bytes_ == ALIGNED
 
 
 def test_newest_and_best_stay(tmp_path: Path) -> None:

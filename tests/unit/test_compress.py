@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drumline.parallel.compress import BLOCK, KINDS, Compressor, decode, encode
+from drumline.parallel.compress import BLOCK, KINDS, Compressor, decode, encode, orthonormal
 from drumline.telemetry.traffic import CommunicatedBytes
 from tests.strategies import Compression
 
@@ -92,6 +92,12 @@ def test_powersgd_finds_a_matrix_of_its_rank_and_sends_vectors_whole(group: dist
     made.average(seen, parameters)
     torch.testing.assert_close(seen, flat, rtol=1e-4, atol=1e-4)
     assert torch.equal(seen[64 * 48 :], flat[64 * 48 :])
+
+
+def test_bases_of_equal_shapes_are_made_together() -> None:
+    matrices = [torch.randn(6, 2), torch.randn(4, 2), torch.randn(6, 2)]
+    for matrix, base in zip(matrices, orthonormal(matrices), strict=True):
+        torch.testing.assert_close(base, torch.linalg.qr(matrix).Q)
 
 
 @pytest.mark.parametrize("kind", ["topk", "powersgd"])

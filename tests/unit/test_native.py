@@ -15,15 +15,18 @@ from drumline.core.config import Config, OptimizerConfig
 from drumline.core.mesh import Mesh
 from drumline.core.model import ModelConfig
 from drumline.core.plan import BatchPlan, Plan, Predicted
-from drumline.data.batches import TokenBatch
+from drumline.data.batches import TokenBatch, collate, learned_segment
 from drumline.errors import PlanError
+from drumline.models.attention import attend_by_documents
 from drumline.models.build import lay_out
 from drumline.models.shards import Values
 from drumline.parallel import norms
 from drumline.parallel.native import NativeEngine, prepare
 from drumline.parallel.optimizer import build_optimizer
-from drumline.parallel.transforms import apply_activation_checkpointing, blocks
+from drumline.parallel.transforms import WRITTEN, apply_activation_checkpointing, blocks
+from drumline.vendor.torch import TorchDispatchMode
 from tests.tiny import tiny_model_dir
+from tests.unit.test_attention import layout
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +177,31 @@ def test_selective_keeps_more_than_full_and_less_than_all(model_dir: Path) -> No
             kept[kind] = memory.get_tracker_snapshot("current")[torch.device("cpu")]["Total"]
         loss.backward()
     assert kept["none"] > 1.3 * kept["selective"] > 1.3 * 1.3 * kept["full"], kept
+
+
+@pytest.mark.full
+def test_compiled_blocks_keep_every_second_product(model_dir: Path) -> None:
+    """Of the seven of a Llama's block four are not computed again."""
+
+    class Written(TorchDispatchMode):
+        products, supports_higher_order_operators = 0, True
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.products += func in WRITTEN
+            return func(*args, **(kwargs or {}))
+
+    counts = {}
+    for kind in ("selective", "full"):
+        made = engine(model_dir, compile={"enabled": True}, memory={"activation_checkpointing": kind})
+        attend_by_documents(made.model, layout())
+        with Written() as written:
+            made.forward_backward([collate([[learned_segment(40), learned_segment(56)]], 0, 96)], NextToken(16, False).objective, 94.0)
+        counts[kind] = written.products
+    assert counts["full"] - counts["selective"] == 2 * 4, counts
 
 
 def test_a_model_without_checkpointing_is_refused() -> None:
