@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import drumline
 from drumline.algorithms.base import policy_objective
+from drumline.core.attention import choice_of
 from drumline.core.config import CompileConfig, Config, LoRAConfig
 from drumline.core.estimate import Activations
 from drumline.core.facts import ModelFacts
@@ -53,8 +54,7 @@ from drumline.telemetry.memory_tracker import LiveBytes, plain_parts
 from drumline.vendor.torch import FakeStore, FakeTensorMode, TorchDispatchMode, current_graph_task_id, local_scalar_dense, to_copy
 
 logger = logging.getLogger(__name__)
-# Part of the name of what is stored: raise it when a trace would come out otherwise than before.
-VERSION = 6
+VERSION = 6  # part of the name of what is stored: raise it when a trace would come out otherwise than before
 CHILD_SECONDS = 300
 LONGEST_PATTERN = 8  # kinds of layers that repeat (five local ones, then a global one): no more than so many are traced twice
 _ATEN = torch.ops.aten
@@ -89,6 +89,8 @@ def question_of(config: Config, model_path: str | None, layout: Layout, facts: M
     plain: dict[str, Any] = {"strategy": strategy, "compile": CompileConfig(), "memory": layout.config.memory}
     if isinstance(config.adapter, LoRAConfig):
         plain["adapter"] = config.adapter.model_copy(update={"quantize": "none"})
+    if config.compile.enabled and choice_of(layout, facts).kernel == "masked" and not facts.keeps_scores:
+        plain["model"] = config.model.model_copy(update={"attention": "sdpa"})  # as it is where nothing is compiled
     plan = Plan(
         config=config.model_copy(update=plain),
         run_dir="",

@@ -13,7 +13,7 @@ import torch
 
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.core.attention import PACKAGES, as_before, by_documents, choice_of, choose
-from drumline.core.config import Config
+from drumline.core.config import CompileConfig, Config
 from drumline.core.mesh import Mesh
 from drumline.core.model import ModelConfig
 from drumline.core.plan import BatchPlan, Layout
@@ -282,5 +282,8 @@ def test_which_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel(needs_mask="why", **gpu) == kernel(attention="sdpa") == kernel(attention="eager") == kernel(devices=2, **gpu) == "masked"
     monkeypatch.setattr("drumline.core.attention.installed", lambda name: name == "flash_attn")
     assert kernel(**gpu) == kernel(caps=True, **gpu) == "flash_attention_2" and kernel(attention="varlen", **gpu) == "varlen"
+    again, compiled = layout(), CompileConfig(enabled=True)
+    again = again.model_copy(update={"activation_checkpointing": "full", "config": again.config.model_copy(update={"compile": compiled})})
+    assert choose(again, 64, False, False, "").kernel == "masked"
     lines = [choose(each, 64, False, False, "").line for each in (layout(**gpu), layout())]
     assert "(experimental)" in lines[0] and lines[1].startswith("documents: ")

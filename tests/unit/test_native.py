@@ -9,24 +9,23 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.core.config import Config, OptimizerConfig
 from drumline.core.mesh import Mesh
 from drumline.core.model import ModelConfig
 from drumline.core.plan import BatchPlan, Plan, Predicted
-from drumline.data.batches import TokenBatch, collate, learned_segment
+from drumline.data.batches import TokenBatch
 from drumline.errors import PlanError
-from drumline.models.attention import attend_by_documents
 from drumline.models.build import lay_out
 from drumline.models.shards import Values
 from drumline.parallel import norms
 from drumline.parallel.native import NativeEngine, prepare
 from drumline.parallel.optimizer import build_optimizer
-from drumline.parallel.transforms import WRITTEN, apply_activation_checkpointing, blocks
+from drumline.parallel.transforms import WRITTEN, apply_activation_checkpointing, blocks, selective
 from drumline.vendor.torch import TorchDispatchMode
 from tests.tiny import tiny_model_dir
-from tests.unit.test_attention import layout
 
 
 @pytest.fixture(scope="module")
@@ -180,8 +179,8 @@ def test_selective_keeps_more_than_full_and_less_than_all(model_dir: Path) -> No
 
 
 @pytest.mark.full
-def test_compiled_blocks_keep_every_second_product(model_dir: Path) -> None:
-    """Of the seven of a Llama's block four are not computed again."""
+def test_a_region_of_compiled_code_keeps_every_second_product() -> None:
+    """As transformers 5.17 has it, where recomputation lies around what is compiled."""
 
     class Written(TorchDispatchMode):
         products, supports_higher_order_operators = 0, True
@@ -194,14 +193,19 @@ def test_compiled_blocks_keep_every_second_product(model_dir: Path) -> None:
             self.products += func in WRITTEN
             return func(*args, **(kwargs or {}))
 
-    counts = {}
-    for kind in ("selective", "full"):
-        made = engine(model_dir, compile={"enabled": True}, memory={"activation_checkpointing": kind})
-        attend_by_documents(made.model, layout())
+    torch.manual_seed(0)
+    layers, inputs = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh()))), torch.randn(8, 16)
+    found = {}
+    for name, around in {"none": None, "full": noop_context_fn, "selective": selective}.items():
+        run = torch.compile(layers)
         with Written() as written:
-            made.forward_backward([collate([[learned_segment(40), learned_segment(56)]], 0, 96)], NextToken(16, False).objective, 94.0)
-        counts[kind] = written.products
-    assert counts["full"] - counts["selective"] == 2 * 4, counts
+            out = run(inputs) if around is None else checkpoint(run, inputs, use_reentrant=False, context_fn=around)
+            gradients = torch.autograd.grad(out.square().sum(), list(layers.parameters()))
+        found[name] = written.products, gradients
+    products = [of for of, _ in found.values()]
+    assert products[1] - products[0] == 4 and products[2] - products[0] == 2, products
+    for _, gradients in found.values():
+        torch.testing.assert_close(gradients, found["none"][1])
 
 
 def test_a_model_without_checkpointing_is_refused() -> None:
