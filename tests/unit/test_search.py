@@ -116,7 +116,7 @@ def test_what_is_tight_and_faster_is_told() -> None:
     first, tight = answer.ranked[0].estimate, answer.tight.estimate
     assert (first.verdict, tight.verdict) == ("fits", "tight") and tight.tokens_per_s * (1 - TIE) > first.tokens_per_s
     assert answer.tight.name in with_little_room(answer) and "runs out of memory" in with_little_room(answer)
-    alone = search(question("1b", "1x4090", batch={"global_samples": 8}))
+    alone = search(question("1b", "1xh100-80g", batch={"global_samples": 8}))
     assert alone.tight is None and with_little_room(alone) == ""
 
 
