@@ -169,9 +169,8 @@ def _activations(question: dict[str, Any], layout: Layout) -> Activations:
 def traces(question: dict[str, Any]) -> Iterator[Traced]:
     """The traces at each of the question's numbers of layers."""
     plan = Plan.model_validate(question["plan"])
-    model = plan.config.model
     for layers in question["layers"]:
-        fewer = model.model_copy(update={"config": {**model.config, "num_hidden_layers": layers}})
+        fewer = plan.config.model.model_copy(update={"config": {**plan.config.model.config, "num_hidden_layers": layers}})
         config = plan.config.model_copy(update={"model": fewer})
         yield run(plan.model_copy(update={"config": config}), question["rows"], question["length"], question["dtype"])
 
@@ -337,8 +336,7 @@ def run(plan: Plan, rows: int, length: int, dtype: str | None = None) -> Traced:
         adapters.inject(model, config.adapter, 0)
     if not dtype:
         keep_frozen_low(plan, model)
-    found = block_list(model)
-    if found is None:
+    if (found := block_list(model)) is None:
         raise Untraceable("its blocks are not in one list")
     if not next(model.parameters()).is_meta:
         raise Untraceable("it cannot be laid out without weights")
