@@ -178,7 +178,7 @@ class Reference(Event, kind="reference"):
 class Started(Event, kind="started"):
     """After the first step of a process."""
 
-    seconds: dict[str, float]  # by part of start-up: imports, processes (joining), model, data, first step (with compilation)
+    seconds: dict[str, float]  # by part: imports and plan (a rank is there before it), processes (joining), model, data, first step
 
 
 class Restore(Event, kind="restore"):

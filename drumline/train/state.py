@@ -128,7 +128,7 @@ class Goodput:
         self.started = started
         self.seconds = dict.fromkeys(self.CATEGORIES, 0.0)
         # Of start-up, in order: from the process's begin, or the end of a part, to the end of the next.
-        self.parts = {"imports": max(0.0, started - psutil.Process().create_time())}
+        self.parts = {"imports and plan": max(0.0, started - psutil.Process().create_time())}
         self._first_step, self._part_began, self._begun = False, started, False
 
     @contextmanager

@@ -86,4 +86,4 @@ def test_numbers_are_near_and_bytes_as_planned(runs: dict[str, Path], name: str)
     if plan.mesh.world_size > 1:
         assert mine[-1]["sent_bytes"] == pytest.approx(flows(plan, facts, step=4).traffic().total, rel=1e-6, abs=1)
     parts = events(runs[name], "started")[0]["seconds"]
-    assert list(parts) == ["imports", "model", "data", "first step"] and all(value >= 0 for value in parts.values())
+    assert list(parts) == ["imports and plan", "model", "data", "first step"] and all(value >= 0 for value in parts.values())
