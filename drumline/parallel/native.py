@@ -154,7 +154,7 @@ class ForwardEngine:
         casts = plan.pure or (isinstance(spread, Sharded) and spread.casts)
         self.autocast_dtype = None if casts else LOW_PRECISION.get(plan.precision)
         self.batch_norms = batch_norms(model)
-        self.is_whole = isinstance(spread, Unreplicated | Replicated) and plain_mesh(plan.mesh)
+        self.is_whole = isinstance(spread, Unreplicated | Replicated | SharedStep) and plain_mesh(plan.mesh)
         self.model.eval()
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:

@@ -24,6 +24,7 @@ import torch
 
 from drumline.core.estimate import Estimate
 from drumline.core.plan import Plan
+from drumline.core.rule import plain
 from drumline.dist.reduce import Gather
 from drumline.telemetry.events import Emit, Measured, Planned
 from drumline.telemetry.memory_tracker import LiveBytes, MemoryStats, Phase
@@ -195,7 +196,7 @@ class Measure:
             seconds=seconds,
             timed=len(self.seconds["total"]),
             traffic=sum(part * sent[kind] for kind, part in often.items()) if often.keys() <= sent.keys() else None,
-            grows=self.plan.mesh.tp * self.plan.mesh.pp * self.plan.mesh.cp > 1,
+            grows=not plain(self.plan.mesh),
             width=max(ranks["width"]) / planned_tokens if max(ranks["width"]) else 1.0,
         )
 

@@ -13,7 +13,7 @@ from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
 from tests.distributed.rows import CUT
 from tests.harness import events, same_weights, write_config
-from tests.tiny import tiny_model_dir
+from tests.tiny import tiny_architecture_dir, tiny_model_dir
 
 TOLERANCE = 1e-5
 # The first test waits for all runs.
@@ -57,6 +57,17 @@ PARTS_PAIRS = [
     ("fsdp2 2", "ddp 2 x pp 2, sharded optimizer"),
     ("ddp 2 x pp 2, sharded optimizer", "tp 2, sequence parallel"),
 ]
+# A mixture, whose experts lie on some ranks each.
+EXPERTS = "experts, "
+MIXTURES: dict[str, tuple[int, Any]] = {
+    "ep 2": (2, {"kind": "ddp", "ep": 2}),
+    "fsdp2 2 x ep 2": (4, {"kind": "fsdp2", "ep": 2}),
+}
+MIXTURE_PAIRS = [
+    (f"{EXPERTS}ep 2", f"{EXPERTS}fsdp2 2 x ep 2"),
+    (f"{EXPERTS}fsdp2 2 x ep 2", f"{EXPERTS}single"),
+    (f"{EXPERTS}fsdp2 2", f"{EXPERTS}ep 2"),
+]
 # With an adapter only what learns is in a checkpoint.
 LORA = "lora, "
 LORA_PAIRS = [(f"{LORA}ddp 2", f"{LORA}fsdp2 2"), (f"{LORA}fsdp2 2", f"{LORA}single")]
@@ -75,21 +86,21 @@ ZERO_PAIRS = [
 NAMES = list(SPREADS)
 # The next one and the third: both ways between world sizes, whole and cut, are among them.
 SOME = [(a, NAMES[(index + away) % len(NAMES)]) for index, a in enumerate(NAMES) for away in (1, 3)]
-PAIRS = [*SOME, *LORA_PAIRS, *PIPELINE_PAIRS, *PARTS_PAIRS, *ZERO_PAIRS]
+PAIRS = [*SOME, *LORA_PAIRS, *PIPELINE_PAIRS, *PARTS_PAIRS, *MIXTURE_PAIRS, *ZERO_PAIRS]
 # Both ways between the same two, or between degrees that others cover: with --full alone.
 AGAIN = [(a, b) for a, b in SOME if NAMES.index(b) != (NAMES.index(a) + 1) % len(NAMES)]
 AGAIN += [("ddp 2 x pp 2", "fsdp2 2 x tp 2"), ("pp 2", "ddp 2 x pp 2"), ("zero3 2", "zero3 4"), ("zero1 2", "single"), ("zero2 2", "ddp 2")]
-AGAIN += PARTS_PAIRS[1:3]
+AGAIN += [*PARTS_PAIRS[1:3], *MIXTURE_PAIRS[1:]]
 AGAIN += [("tp 2", "pp 2"), ("zero3 4", "zero1 2"), ("fsdp2 hybrid 2 x 2", "ddp 2 x pp 2"), (f"{LORA}fsdp2 2", f"{LORA}single")]
 REST = [(a, b) for a in SPREADS for b in SPREADS if a != b and (a, b) not in SOME]
 
 
 def spread(name: str) -> tuple[int, Any]:
-    return (SPREADS | PIPELINES | PARTS | ZERO)[name.removeprefix(LORA)]
+    return (SPREADS | PIPELINES | PARTS | MIXTURES | ZERO)[name.removeprefix(LORA).removeprefix(EXPERTS)]
 
 
 def reference_of(name: str) -> str:
-    return f"{LORA}single" if name.startswith(LORA) else "single"
+    return next((f"{kind}single" for kind in (LORA, EXPERTS) if name.startswith(kind)), "single")
 
 
 def wanted(session: pytest.Session) -> list[tuple[str, str]]:
@@ -105,13 +116,13 @@ def plan(root: Path, name: str, folder: str) -> Path:
     place.mkdir()
     path = write_config(
         place,
-        root / "model",
+        root / ("mixture" if name.startswith(EXPERTS) else "model"),
         rows=60,
         data={"packing": False},
         strategy=strategy,
         adapter={"kind": "lora", "r": 4} if name.startswith(LORA) else "none",
         # What a fresh adapter's A learns from is near nothing; a large epsilon keeps Adam from blowing its rounding up.
-        optimizer={"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-4 if name.startswith(LORA) else 1e-8},
+        optimizer={"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-4 if name.startswith(LORA) else 1e-6 if name.startswith(EXPERTS) else 1e-8},
         batch={"global_samples": 8, "micro_batch": 2},
         checkpoint={"every": 2, "asynchronous": False, "export": "none"},
         eval={"at_start": False},
@@ -131,6 +142,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     root = tmp_path_factory.mktemp("pairs")
     # A vocabulary that divides by nothing: the last ranks hold fewer rows.
     tiny_model_dir(root / "model", vocab_size=319)
+    tiny_architecture_dir(root / "mixture", "mixtral")
     for world_size in (1, 2, 4):
         run_plans([plan(root, name, slug(name)) for name in names if spread(name)[0] == world_size], world_size)
     for world_size in (1, 2, 4):

@@ -29,7 +29,7 @@ from drumline.planner.cost.traffic import flows
 # 3%. Compiled: four of llm-foundry's fused kernels (7B and 70B on H100, 13B and 30B on A100), within 9%. The runs are in
 # benchmarks/planner_published.py.
 MOVED, MOVED_COMPILED = 1700.0, 1150.0
-WHOLE = 10 / 34  # of that, what tensor parallelism leaves whole (Korthikanti et al. 2022, section 4.1)
+WHOLE = 10 / 34  # of that, what tensor parallelism without sequence parallelism leaves whole (Korthikanti et al. 2022, section 4.1)
 # What the cross-entropy moves for each token and word, as models.losses computes it, counted: 50 bytes.
 MOVED_HEAD = 50.0
 CONTENTION = 1.2  # docs/planning.md, "Constants": 1.1 to 1.3
@@ -98,7 +98,8 @@ def _busy(layout: Layout, facts: ModelFacts, cluster: Cluster) -> tuple[float, f
     tokens = layout.rows * layout.positions / mesh.cp / layout.devices_per_rank  # of a micro-batch
     rate = (cluster.rate(precision, max(1, round(tokens)), facts.hidden) or cluster.rate("fp32")) * mesh.tp * mesh.pp
     bandwidth = (cluster.calibration.memory or cluster.device.bandwidth) * mesh.pp
-    moved = (MOVED_COMPILED if layout.config.compile.enabled else MOVED) * facts.hidden * facts.layers * (WHOLE + (1 - WHOLE) / mesh.tp)
+    whole = WHOLE / layout.stream_parts + (1 - WHOLE) / mesh.tp
+    moved = (MOVED_COMPILED if layout.config.compile.enabled else MOVED) * facts.hidden * facts.layers * whole
     moved = WIDTH[precision] / 2 * moved + MOVED_HEAD * facts.vocab_size / mesh.tp
     memory = layout.config.memory
     again = min(1.0, (memory.checkpointed_blocks or facts.layers) / facts.layers) if layout.activation_checkpointing != "none" else 0.0
