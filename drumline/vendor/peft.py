@@ -3,4 +3,4 @@
 from drumline.vendor import names
 
 PLACES = {"BaseTunerLayer": "peft.tuners.tuners_utils:BaseTunerLayer"}
-__getattr__ = names("peft", "0.18.0", "0.21.2", PLACES)
+__getattr__ = names("peft", "0.21.0", "0.21.2", PLACES)
