@@ -56,9 +56,9 @@ def test_init_looks_at_the_data(run: Run, model: Path, tmp_path: Path) -> None:
     assert said["data"]["max_length"] == 64 * -(-longest // 64) and said["data"]["holdout"] == 3
     assert 1 <= said["checkpoint"]["every"] == said["eval"]["every"] <= 15
     assert run("train", path, "--dry-run")[0] == 0
-    (tmp_path / "bad.jsonl").write_text('{"question": "?", "answer": "!"}\n')
+    (tmp_path / "bad.jsonl").write_text('{"call": "?", "echo": "!"}\n')
     code, _, err = run("init", tmp_path / "other.yaml", "--model", model, "--data", tmp_path / "bad.jsonl", "--yes")
-    assert code == 2 and "its columns are: question, answer" in err and not (tmp_path / "other.yaml").exists()
+    assert code == 2 and "its columns are: call, echo" in err and not (tmp_path / "other.yaml").exists()
     code, out, _ = run("init", tmp_path / "later.yaml", "--model", model, "--data", tmp_path / "none.jsonl", "--yes", "--length", 96)
     assert code == 0 and "not here yet" in out and init_lines((tmp_path / "later.yaml").read_text())["data"]["holdout"] > 0
 
