@@ -6,7 +6,7 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,8 @@ def _runs() -> Iterator[Run]:
     yield by("tp 2 × pp 2", 4, {"kind": "ddp", "tp": 2, "pp": 2})
     yield by("zero2 4", 4, "zero2")
     yield by("zero3 4", 4, CUT)
+    yield by("tiny, single", 1, "single", shape="tiny")
+    yield by("tiny, micro-batch 8", 1, "single", shape="tiny", micro_batch=8)
     yield by("smollm2, single", 1, "single", shape="smollm2", micro_batch=4)
     yield by("smollm2, plain cross-entropy", 1, "single", PLAIN, shape="smollm2", micro_batch=4)
     yield by("smollm2, ddp 2", 2, "ddp", shape="smollm2")
@@ -130,8 +132,48 @@ def measure(runs: list[Run], kept: Path) -> Iterator[dict[str, Any]]:
             yield {"name": run.name, "processes": run.processes, "error": str(failed)[-2000:]}
 
 
+# Of RUNS, those whose seconds are held against the plan's; each is launched as a user's run is.
+TIMED = (
+    "single",
+    "single, bf16",
+    "single, full AC",
+    "ddp 2",
+    "fsdp2 2",
+    "tp 2",
+    "pp 2, 1f1b",
+    "smollm2, single",
+    "tiny, single",
+    "tiny, micro-batch 8",
+)
+
+
+def timed(rounds: int, names: Sequence[str] = TIMED) -> Iterator[dict[str, Any]]:
+    """Predicted and measured seconds of a step of each run, measured in turn, `rounds` times. Threads are those that the launcher gives a
+    rank; the prediction is by this machine's calibration."""
+    from drumline.core.plan import Plan
+    from drumline.launchers.local import launch_trial
+    from drumline.telemetry.events import last_measurement, read
+
+    found: dict[str, dict[str, Any]] = {}
+    chosen = [run for run in RUNS if run.name in names]
+    for _ in range(rounds):
+        for run in chosen:
+            with tempfile.TemporaryDirectory() as folder:
+                path = _plan(run, Path(folder) / "work")
+                plan = Plan.load(path)
+                assert plan.predicted.estimate is not None
+                code = launch_trial(plan, path, run.name, lambda *_: None)
+                measured = last_measurement(read(path.with_name("events.jsonl")))
+                assert code == 0 and measured is not None, (run.name, code)
+                estimate = plan.predicted.estimate
+                each = found.setdefault(run.name, {"name": run.name, "processes": run.processes, "measured": []})
+                each |= {"predicted": estimate.seconds.total, "calibrated": estimate.calibrated}
+                each["measured"].append(measured.seconds["total"])
+    yield from found.values()
+
+
 def _plan(run: Run, folder: Path) -> Path:
-    shape = {"small": SMALL, "smollm2": SMOL}[run.shape]
+    shape = {"small": SMALL, "smollm2": SMOL, "tiny": TINY}[run.shape]
     return ready(folder, {"model_type": "llama", **shape}, LENGTH, run.processes, run.sections)
 
 

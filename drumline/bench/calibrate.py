@@ -24,13 +24,23 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from drumline.bench.block import besides_products
 from drumline.core.files import write_whole
 from drumline.core.process import tied
 from drumline.core.signals import LauncherSignals
 from drumline.dist.reduce import from_all
 from drumline.dist.start import Ranks, start, stop
 from drumline.errors import EnvironmentFault, Preempted, UserError, WorkerFailed
-from drumline.hardware.cluster import Calibration, Measured, Product, calibration_path, hardware, line_through, read_calibration, software
+from drumline.hardware.cluster import (
+    Calibration,
+    Measured,
+    Product,
+    calibration_path,
+    hardware,
+    line_through,
+    read_calibration,
+    software,
+)
 from drumline.hardware.detect import Machine, cache_dir, detect, free_bytes
 from drumline.launchers.agent import Agent
 from drumline.launchers.environment import listen
@@ -71,7 +81,7 @@ class Task:
         """(rows, width) of products (rows × width) · (width × width), from small to large."""
         rows, widths = {
             ("cpu", True): ((64, 512), (256, 1024)),
-            ("cpu", False): ((64, 512, 2048), (256, 576, 1024, 2048)),
+            ("cpu", False): ((64, 256, 512, 2048), (64, 256, 576, 1024, 2048)),
             ("cuda", True): ((2048, 8192), (2048, 4096)),
             ("cuda", False): ((512, 2048, 8192, 32768), (1024, 2048, 4096, 8192)),
         }[self.device, self.quick]
@@ -174,6 +184,8 @@ def tables(measured: Calibration) -> list[Table]:
         moves.add_row("memory, copied", "", "", f"{measured.memory / 1e9:,.2f}")
     lines = [(kind.replace("_", "-"), str(ranks), line) for (ranks, kind), line in by_ranks]
     lines += [(name.replace("_", " "), "", line) for name, line in measured.host.items()]
+    for precision, sides in measured.operators.items():
+        lines += [(f"block {side}, {precision}", "", line) for side, line in zip(("forward", "backward"), sides, strict=True)]
     lines += [(f"disk {direction}", "", line) for direction, line in measured.disk.items()]
     for name, group, line in lines:
         moves.add_row(name, group, f"{line.latency * 1e6:,.0f}", f"{line.bandwidth / 1e9:,.2f}")
@@ -203,17 +215,20 @@ def measure(task: Task, ranks: Ranks) -> Calibration:
     if dist.is_initialized():
         dist.barrier()
     products, memory = multiply(task), copy_rate(task)
+    blocks = besides_products(task.device, products, {name: DTYPES[name] for name in products}, lambda call: _seconds(call, task))
     host = to_and_from_host(task) if task.device == "cuda" else {}
     disk = write_and_read(task) if ranks.rank == 0 else {}
     # The rates of all ranks together, which measured at the same time: of GPUs the least, since the slowest sets the pace of a step, and of
     # a processor the sum.
     how: Callable[[list[float]], float] = min if task.device == "cuda" else sum
-    of_ranks = from_all((products, memory))
-    same = {precision: zip(*(theirs[precision] for theirs, _ in of_ranks), strict=False) for precision in products}
+    of_ranks = from_all((products, memory, blocks))
+    same = {precision: zip(*(theirs[precision] for theirs, *_ in of_ranks), strict=False) for precision in products}
     products = {name: tuple(replace(p[0], rate=how([each.rate for each in p])) for p in shapes) for name, shapes in same.items()}
-    memory = how([rate for _, rate in of_ranks])
+    memory = how([rate for _, rate, _ in of_ranks])
+    slowest = {kind: max((theirs[kind] for *_, theirs in of_ranks), key=lambda lines: lines[1].latency) for kind in blocks}
     matmul = {precision: rate_of_large(measured) for precision, measured in products.items()}
-    return Calibration("", "", matmul, memory, collectives(task, ranks), host, disk, products)
+    sent = collectives(task, ranks)
+    return Calibration("", "", matmul, memory, sent, host, slowest, disk, ranks=ranks.world_size, products=products)
 
 
 def multiply(task: Task) -> Products:

@@ -7,8 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# Of a device's memory: below the first it fits, up to the second it is tight (docs/planning.md, "Constants").
-FITS, TIGHT = 0.80, 0.95
+Ends = tuple[float, float]
 # Python, torch, transformers and DeepSpeed, imported: 349 MiB resident on a CPU. What CUDA's libraries add is not known.
 PROCESS = 400 * 2**20
 
@@ -94,18 +93,26 @@ class Estimate(Frozen):
     limit: int = Field(description="Bytes of a device's memory.")
     host_limit: int | None = None
     calibrated: bool = Field(False, description="Seconds are by rates that `drumline calibrate` measured; otherwise by datasheets.")
+    memory_range: Ends = Field(
+        (1.0, 1.0), description="Ends of what is reserved and of seconds, as multiples of the estimate: where nine of"
+    )
+    seconds_range: Ends = Field((1.0, 1.0), description="ten runs of this kind lay that the planner had not seen (planner.cost.fitted).")
 
     @property
     def host_fits(self) -> bool:
         return self.host_limit is None or self.host.most <= self.host_limit
 
     @property
+    def needs(self) -> Ends:
+        """Bytes of a device at both ends."""
+        return self.memory_range[0] * self.memory.reserved, self.memory_range[1] * self.memory.reserved
+
+    @property
     def verdict(self) -> Literal["fits", "tight", "no"]:
-        """By the share of the device's memory that is reserved; host memory that does not suffice is a no, too."""
-        if not self.host_fits:
+        """fits: also at the upper end of what it may need; tight: as estimated. Host memory that does not suffice is a no, too."""
+        if not self.host_fits or self.memory.reserved > self.limit:
             return "no"
-        share = self.memory.reserved / self.limit
-        return "fits" if share < FITS else "tight" if share <= TIGHT else "no"
+        return "fits" if self.needs[1] <= self.limit else "tight"
 
 
 class Activations(Frozen):

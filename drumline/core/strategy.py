@@ -105,7 +105,7 @@ class StrategySpec(Spec):
     takes_packed: ClassVar[bool] = False  # goes with QLoRA's packed weights, without tp
     whole_weights: ClassVar[bool] = True  # without tp, cp and pp: each rank holds all of them
     keeps_low: ClassVar[bool] = False  # weights lie in the type that it computes in, with fp32 ones for the step besides
-    reserve: ClassVar[float] = 1.08  # what CUDA's allocator reserves for each byte of tensors (docs/planning.md, "Constants")
+    hooked: ClassVar[bool] = False  # its engine gathers the weights of each module by hooks in Python
     lacks: ClassVar[tuple[Refusal, ...]] = ()  # options that it has no key for, by `core.rule.no_option`
 
     # ------------------------------------------------------------------------------------------------ config and layout

@@ -17,6 +17,10 @@ TERA, GIGA, GIB = 1e12, 1e9, 2**30
 # What large products reach of the datasheet (bf16; S. Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS", 2025). The
 # 4090's 158.6 of 165.2 TFLOP/s are of fp16 (github.com/mli/transformers-benchmarks, issue 4); other GeForce cards are taken for like it.
 REACHED_A100, REACHED_H100, REACHED_MI300X, REACHED_4090 = 0.869, 0.803, 0.514, 0.96
+# Of the datasheet, what FlashAttention 2 reaches, which torch's attention is: on an A100 50 to 73% (Dao 2023), on an H100 35% (Shah et al.
+# 2024); devices since Hopper are taken for like it.
+ATTENTION, ATTENTION_HOPPER = 0.60, 0.35
+HOPPER = ("h100", "h200", "b200", "gb200", "mi300x")
 PCIE4, PCIE5, C2C = ("pcie4", "pcie4"), ("pcie5", "pcie5"), ("nvlink5", "nvlink-c2c")  # among the devices of a host, and to it
 
 
@@ -29,7 +33,8 @@ def _gpu(
         flops["fp8"] = 2 * half * TERA  # of each of these, as its datasheet has it
     if name in ("t4", "v100-16g", "v100-32g"):  # neither bf16 nor TF32
         del flops["bf16"]
-    return DeviceSpec(name, "cuda", int(gib * GIB), gb_s * GIGA, flops, source, reached, *links)
+    attention = ATTENTION_HOPPER if name.startswith(HOPPER) else ATTENTION
+    return DeviceSpec(name, "cuda", int(gib * GIB), gb_s * GIGA, flops, source, reached, attention, *links)
 
 
 DEVICES: dict[str, DeviceSpec] = {

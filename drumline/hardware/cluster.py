@@ -75,7 +75,8 @@ class Calibration:
     """Measured rates; empty: not measured. `matmul`: precision → FLOP/s of large products; `products`: precision → the
     measured shapes; `memory`: bytes/s that a device copies (read and write counted); `collectives`: (kind, ranks) → line, kind one
     of all_reduce, all_gather, reduce_scatter, all_to_all, p2p, and bytes what a rank sends, as `telemetry.traffic` counts;
-    `host`: to_device, to_host → line; `disk`: write, read → line."""
+    `host`: to_device, to_host → line; `disk`: write, read → line; `operators`: precision → what a Llama's block takes besides its
+    products, forward and backward, by the bytes of its hidden states; `ranks`: that measured side by side, a core each."""
 
     hardware: str = ""
     software: str = ""
@@ -83,7 +84,9 @@ class Calibration:
     memory: float | None = None
     collectives: Mapping[tuple[str, int], Measured] = field(default_factory=dict)
     host: Mapping[str, Measured] = field(default_factory=dict)
+    operators: Mapping[str, tuple[Measured, Measured]] = field(default_factory=dict)
     disk: Mapping[str, Measured] = field(default_factory=dict)
+    ranks: int = 1
     products: Mapping[str, tuple[Product, ...]] = field(default_factory=dict)
 
     def line(self, kind: str, ranks: int) -> Measured | None:
@@ -92,6 +95,10 @@ class Calibration:
         sizes = [size for name, size in self.collectives if name == kind]
         return self.collectives[kind, min(sizes, key=lambda size: abs(math.log(size / ranks)))] if sizes else None
 
+    def _own(self, line: Measured, processes: int) -> Measured:
+        """A rank's line, by the line of one among `ranks`: a core starts the kernels of one process at a time."""
+        return Measured(line.latency * max(1.0, processes / self.ranks), line.bandwidth * self.ranks / processes)
+
     def shared(self, processes: int) -> Calibration:
         """The rates of one of `processes` processes that share a processor, which was measured as a whole."""
         return replace(
@@ -99,13 +106,18 @@ class Calibration:
             matmul={precision: rate / processes for precision, rate in self.matmul.items()},
             memory=self.memory and self.memory / processes,
             products={kind: tuple(replace(p, rate=p.rate / processes) for p in products) for kind, products in self.products.items()},
+            operators={
+                kind: (self._own(forward, processes), self._own(backward, processes))
+                for kind, (forward, backward) in self.operators.items()
+            },
         )
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
     """A kind of device. `memory_bytes`: as torch reports it; `bandwidth`: of that memory, bytes/s; `flops`: precision → dense FLOP/s by its
-    datasheet; `efficiency`: the part that large matrix products reach; `intra`, `host_link`: usual links, by their catalog names."""
+    datasheet; `efficiency`: the part that large matrix products reach; `attention`: the same of attention's kernels, None: as products;
+    `intra`, `host_link`: usual links, by their catalog names."""
 
     name: str
     kind: Literal["cpu", "cuda"]
@@ -114,6 +126,7 @@ class DeviceSpec:
     flops: Mapping[str, float]
     source: str = ""
     efficiency: float = MATMUL_EFFICIENCY
+    attention: float | None = None
     intra: str = "pcie4"
     host_link: str = "pcie4"
 
@@ -166,10 +179,13 @@ class Cluster:
         that is given; else the datasheet's times what large products reach of it. 0 for a precision that the device lacks."""
         products, measured = self.calibration.products.get(precision), self.calibration.matmul.get(precision)
         if products and rows is not None and width is not None:
-            wanted = (rows, width, width)
-            apart = {p: sum(abs(math.log(a / b)) for a, b in zip((p.rows, p.inner, p.columns), wanted, strict=True)) for p in products}
-            measured = min(products, key=lambda p: apart[p]).rate
+            measured = nearest(products, rows, width).rate
         return measured if measured is not None else self.device.efficiency * self.device.flops.get(precision, 0.0)
+
+    def attention_rate(self, precision: str) -> float:
+        """FLOP/s of attention's kernels: slower than products by as much as its device's are."""
+        share = 1.0 if self.device.attention is None else self.device.attention / self.device.efficiency
+        return share * (self.rate(precision) or self.rate("fp32"))
 
     def host_seconds(self, direction: Literal["to_device", "to_host"], bytes_: float) -> float:
         """Seconds to copy bytes between one device and its host's pinned memory; 0 for a CPU, which is its host."""
@@ -213,6 +229,11 @@ class Cluster:
         return BASE_LATENCY + latency + max(across, within)
 
 
+def nearest(products: Sequence[Product], rows: int, width: int) -> Product:
+    """The measured product nearest by ratios to (rows × width) · (width × width)."""
+    return min(products, key=lambda p: abs(math.log(p.rows / rows)) + abs(math.log(p.inner / width)) + abs(math.log(p.columns / width)))
+
+
 def ring_steps(kind: Collective, ranks: int) -> int:
     """Messages that follow one another in the ring algorithm (Thakur et al. 2005)."""
     return {"all_reduce": 2 * (ranks - 1), "p2p": 1}.get(kind, ranks - 1)
@@ -232,6 +253,8 @@ class _File(BaseModel):
     memory: Rate | None
     collectives: dict[str, dict[Annotated[int, Field(ge=2)], Measured]]
     host: dict[str, Measured]
+    operators: dict[str, tuple[Measured, Measured]] = Field({})
+    ranks: Entries = 1
     disk: dict[str, Measured]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.planner_accuracy import main
+from drumline.planner.cost import fitted
 from tests.harness import ENV, ROOT
 
 
@@ -28,8 +29,20 @@ def test_the_published_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     report = report_of(tmp_path, monkeypatch, "published")
     assert {"cpu", "cores"} <= set(report["hardware"]) and "torch" in report["versions"]
     predicted = [row for row in report["published"] if row["predictions"]]
-    assert len(predicted) == 8 and all(row["without"] for row in report["published"] if not row["predictions"])
+    assert len(predicted) >= 60 and all(row["without"] for row in report["published"] if not row["predictions"])
     assert all(error > -1 for row in predicted for way in row["predictions"] for error in way["error"].values())
+
+
+def test_the_planner_has_the_constants_and_the_ranges_of_the_committed_fit() -> None:
+    """And the pages show its medians."""
+    found = json.loads((ROOT / "benchmarks/results/planner_published.json").read_text())
+    for name, value in found["constants"].items():
+        assert getattr(fitted, name) == pytest.approx(value, rel=0.02), name
+    for name in ("full", "LoRA", "QLoRA", "offload"):
+        assert fitted.RANGES[name] == tuple(tuple(found["ranges"][name][kind]) for kind in ("memory", "speed")), name
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    for kind in ("memory", "speed"):
+        assert f"{found['left out']['all']['all'][kind]['median']:.1%}" in page, kind
 
 
 @pytest.mark.full

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from drumline.core.estimate import TIGHT, HostMemory
+from drumline.core.estimate import HostMemory
 from drumline.core.load import load_text
 from drumline.core.plan import RolePlan
 from drumline.core.strategy import Names
@@ -40,14 +40,13 @@ def refused(answer: Answer) -> dict[str, str]:
 # Bytes of weights, gradients and AdamW's moments alone are 16 a parameter: 0.1B 1.8 GB, 8B 128 GB, 70B 1129 GB; frozen ones are 2.
 TABLE: dict[str, tuple[Callable[[], Question], set[str], set[str], set[str]]] = {
     "0.1B on one device: nothing to spread": (asks("0.1b", "1x4090"), {"single"}, set(), {"single", "fsdp2 offload"}),
-    "1B on 8 H100: a copy on each": (asks("1b", "8xh100-80g", batch=BATCH), {"ddp"}, set(), {"ddp", "fsdp2", "zero1", "zero3"}),
+    "1B on 8 H100: a copy on each": (asks("1b", "8xh100-80g", batch=BATCH), {"ddp", "fsdp2"}, set(), {"ddp", "fsdp2", "zero1", "zero3"}),
     "8B on 4 × 24 GB: 128 GB of state are more than 4 devices have": (
         asks("8b", "4x4090"), {"fsdp2 offload", "zero3 offload"},
         {"single", "ddp", "fsdp2", "fsdp2 grad-op", "zero1", "zero2", "zero3", "ddp × tp", "tp", "pp"}, set(),
     ),
-    "8B with LoRA there: 16 GB frozen, sharded 4": (
-        asks("8b", "4x4090", "lora"), {"fsdp2", "fsdp2 grad-op", "zero3", "tp", "pp", "fsdp2 × tp", "fsdp2 × pp", "pp × tp"},
-        {"single", "ddp"}, {"fsdp2"},
+    "8B with LoRA there: 16 GB frozen, sharded 4 or whole": (
+        asks("8b", "4x4090", "lora"), {"ddp", "zero1", "zero2", "fsdp2", "fsdp2 grad-op", "zero3"}, set(), {"fsdp2"},
     ),
     "8B with QLoRA: a copy on each, or codes sharded": (asks("8b", "2xa100-80g", "4bit"), {"ddp", "fsdp2", "zero3"}, set(), {"ddp"}),
     "70B with QLoRA on 2 × 24 GB: 35 GB of codes on the host": (
@@ -70,7 +69,7 @@ def test_what_is_taken_and_what_is_refused(name: str) -> None:
     assert out <= refused(answer).keys() and there <= families(answer).keys()
     for one in answer.refused:
         held = one.best and one.best.estimate.memory.reserved
-        assert one.name not in out or (held and held > TIGHT * one.best.estimate.limit and " GB > " in one.reason), one.reason  # type: ignore[union-attr]
+        assert one.name not in out or (held and held > one.best.estimate.limit and " GB > " in one.reason), one.reason  # type: ignore[union-attr]
 
 
 def test_what_fits_comes_first_then_the_fastest_then_the_simplest() -> None:
@@ -116,7 +115,7 @@ def test_what_is_tight_and_faster_is_told() -> None:
     first, tight = answer.ranked[0].estimate, answer.tight.estimate
     assert (first.verdict, tight.verdict) == ("fits", "tight") and tight.tokens_per_s * (1 - TIE) > first.tokens_per_s
     assert answer.tight.name in with_little_room(answer) and "runs out of memory" in with_little_room(answer)
-    alone = search(question("1b", "1xh100-80g", batch={"global_samples": 8}))
+    alone = search(question("1b", "1xh200", batch={"global_samples": 8}))
     assert alone.tight is None and with_little_room(alone) == ""
 
 
@@ -232,7 +231,7 @@ def test_checkpointing_and_micro_batch_are_searched_where_they_are_open() -> Non
 
 def test_what_fits_without_accumulation_alone_is_found() -> None:
     """Gradients that are added up over micro-batches take 4 bytes a parameter more under DDP than a larger micro-batch of a small model."""
-    device = {"memory_gb": 31.0, "bandwidth_gb_s": 1000.0, "bf16_tflops": 300.0, "fp32_tflops": 100.0}
+    device = {"memory_gb": 27.5, "bandwidth_gb_s": 1000.0, "bf16_tflops": 300.0, "fp32_tflops": 100.0}
     cluster = {"device": "own", "per_node": 2, "devices": {"own": device}}
     data = {"train": [{"kind": "file", "path": "x"}], "max_length": 128}
     small, open_ = (question("1b", cluster, batch={"global_samples": 4, **micro}, data=data) for micro in ({"micro_batch": 1}, {}))

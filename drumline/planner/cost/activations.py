@@ -98,7 +98,8 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
     if layout.config.memory.checkpointed_blocks is not None:
         some, rest = (formula(each, facts) for each in by_kind(layout))
         return mixed(layout, facts, some, rest)
-    adapter = isinstance(layout.config.adapter, LoRAConfig)
+    adapter, options = isinstance(layout.config.adapter, LoRAConfig), layout.config
+    between = Between(getattr(options.adapter, "dropout", 0.0) > 0, options.compile.enabled)
     kernel = choice_of(layout, facts).kernel
     # A mask of the whole length, where rows hold several documents or padding counts, unless attention is given the lengths of these; the
     # ring makes none, and all heads of keys.
@@ -117,7 +118,7 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
     chunk = min(1.0, memory.mlp_chunk * layout.mesh.cp / (layout.rows * layout.length)) if memory.mlp_chunk else 0.0
     moves = None if not memory.activation_offload else layout.device == "cuda"
     kinds = kind_of(layout), layout.activation_checkpointing
-    return _formula(facts, *kinds, layout.length, kept, adapter, layout.mesh.tp, layout.stream_parts, chunk, moves)
+    return _formula(facts, *kinds, layout.length, kept, adapter, layout.mesh.tp, layout.stream_parts, chunk, moves, between)
 
 
 def by_kind(layout: Layout) -> tuple[Layout, Layout]:
@@ -138,6 +139,13 @@ def mixed(layout: Layout, facts: ModelFacts, some: Activations, rest: Activation
     update["saved_ends"] = max(some.saved_ends, rest.saved_ends)
     update["offloaded"] = (number * some.offloaded + (layers - number) * rest.offloaded) / layers
     return (some if number == layers else rest).model_copy(update=update)
+
+
+class Between(NamedTuple):
+    """What surrounds matrix products: dropout before adapters, and a compiler that computes again what lies between products."""
+
+    drops: bool = False
+    compiled: bool = False
 
 
 class Attention(NamedTuple):
@@ -164,6 +172,7 @@ def _formula(
     parts: int,
     chunk: float,
     moves: bool | None,
+    between: Between,
 ) -> Activations:
     """`parts`: that tp ranks cut the residual stream into by tokens; what a region gathers is there while it runs. `chunk`: the part of a
     micro-batch that the feed-forward works on at once; 0: all, and it keeps what it does. `moves`: what blocks keep goes to the host, and
@@ -171,7 +180,7 @@ def _formula(
     block, width = block_of(facts), 4 if kind == "fp32" else 2
     whole = (2 if kind == "low" else 4) * block.hidden  # bytes of a token's hidden states between blocks
     stream, gathered = whole / parts, width * block.hidden * (parts > 1)
-    everything, inside = _saved(facts, block, kind, length, attention, tp, parts, recomputes != "none")
+    everything, inside = _saved(facts, block, kind, length, attention, tp, parts, recomputes != "none", between)
     queries, feed = block.queries / tp, block.feed / tp * (chunk or 1.0)
     wide = width * (3 if block.gated else 2) * feed
     # Gradients of the feed-forward's two branches, and of the stream; LoRA's fp32 copies of what a low precision made.
@@ -221,7 +230,15 @@ def tower_bytes(facts: ModelFacts, low: bool) -> float:
 
 
 def _saved(
-    facts: ModelFacts, block: Block, kind: Kind, length: int, attention: Attention, tp: int, parts: int = 1, again: bool = False
+    facts: ModelFacts,
+    block: Block,
+    kind: Kind,
+    length: int,
+    attention: Attention,
+    tp: int,
+    parts: int = 1,
+    again: bool = False,
+    between: Between = Between(),
 ) -> tuple[float, float]:
     """Bytes of a token that one block keeps without recomputation: outside of its feed-forward part, and inside. Tensor parallelism cuts
     heads and feed-forward; with `parts` the stream is cut, too, and of a region's input, gathered in the type of its products, a rank
@@ -231,11 +248,17 @@ def _saved(
     inputs = {part: block.trainable or part in block.adapted for part in ("qkv", "out", "up", "down")}
     # A norm keeps its input as it is, or of RMS norms in fp32 and, for the weight's gradient, normed.
     stream = 2 if kind == "low" else 4
-    total: float = block.norms * (h * (4 + stream * block.trainable if block.rms else stream) + (4 if block.rms else 8)) / parts
+    # A compiled norm keeps its input, and makes the rest again (torch's min-cut partitioner).
+    kept = stream if between.compiled or not block.rms else 4 + stream * block.trainable
+    total: float = block.norms * (h * kept + (4 if block.rms else 8)) / parts
     # Autocast makes each of them a copy of its own out of the fp32 result of the norm.
     copies = (3, 2 if block.gated else 1) if kind == "autocast" and parts == 1 else (1 / (1 if again else parts),) * 2
     total += width * h * copies[0] * inputs["qkv"]
     inside = width * h * copies[1] * inputs["up"]
+    if between.drops:  # each adapter has a copy of its own, and a mask; of the feed-forward's result the copy takes the place
+        apart = 0 if kind == "autocast" else width
+        total += h * (3 + 2 * apart) * ("qkv" in block.adapted) + (width + 1) * q * ("out" in block.adapted)
+        inside += h * (2 + apart) * ("up" in block.adapted) + feed * ("down" in block.adapted)
     # Beside a mask keys and values are repeated for each query head, and each layer turns it into numbers.
     total += width * (attention.mask + (4 * q if attention.repeats else 2 * q + 2 * kv))
     total += width * q * (attention.joins and inputs["out"])
@@ -243,7 +266,9 @@ def _saved(
     if block.head_norms:
         total += (8 if kind == "fp32" else 6) * (q + kv)
     activation = 4 + (kind != "fp32") if not block.gated and facts.classes & PYTHON_GELU else 3 if block.gated else 1
-    inside += width * feed * (activation + inputs["down"])
+    if between.compiled:
+        activation = 2 if block.gated else 1
+    inside += width * feed * (activation + (inputs["down"] and not between.compiled))
     if block.ranks:
         # DoRA keeps what the base layer gives, and what its factors do.
         total += width * (block.ranks + 2 * block.lengths)

@@ -34,6 +34,7 @@ from drumline.core.plan import Layout
 from drumline.core.rollouts import ContinuousGenerator, VLLMGenerator
 from drumline.core.rule import packed_bits, plain
 from drumline.hardware.cluster import Cluster
+from drumline.planner.cost import fitted
 from drumline.planner.cost.activations import block_of, formula, head_bytes, tower_bytes
 
 CONTEXT = 2**29  # bytes of CUDA's context and its kernels (docs/planning.md, "Constants")
@@ -109,11 +110,12 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
     totals = {name: math.ceil(base + sum(each) + other.gradients * (name != "rollout")) for name, each in phases.items()}
     name = max(totals, key=lambda phase: totals[phase])
     peak, phase = totals[name], phases[name]
-    factor, overhead, mesh = 1.0, 0, layout.mesh
+    share, overhead, mesh = 0.0, 0, layout.mesh
     if layout.device == "cuda":
         # The context, and a communicator for all ranks and for each axis of the mesh.
         axes = sum(size > 1 for size in mesh.model_dump().values())
-        factor, overhead = layout.strategy.reserve, CONTEXT + GROUP * (1 + axes if axes else 0)
+        share = fitted.FRAGMENTS if layout.strategy.whole_weights else fitted.FRAGMENTS_GATHERED
+        overhead = CONTEXT + GROUP * (1 + axes if axes else 0)
     return Memory(
         parameters=state.parameters + other.parameters,
         gradients=state.gradients + other.gradients,
@@ -123,7 +125,8 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
         buffers=math.ceil(phase.buffers) + beside,
         overhead=overhead,
         peak=peak,
-        reserved=math.ceil((peak - engine) * factor) + engine + overhead,
+        # What lies still leaves no gaps.
+        reserved=math.ceil(peak + share * max(0.0, peak - base - phase.gradients)) + overhead,
         phase="backward" if name in BACKWARD else name,
         phases=totals,
     )

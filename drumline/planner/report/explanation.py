@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from drumline.core.attention import choice_of
 from drumline.core.cost import entry_bytes, low_moments
-from drumline.core.estimate import FITS, TIGHT
 from drumline.core.explain import checkpointing, count
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
 from drumline.core.registry import nearest
 from drumline.errors import UserError
+from drumline.planner.report.output import needs_gb
 from drumline.planner.report.table import CATEGORIES, SECONDS, gradients_at_peak
-from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
+from drumline.planner.search.answer import GB, Answer, Candidate, Question, number, ranged
 
 Line = tuple[str, str, str]  # what, how much, where it comes from
 MASTER = 4  # bytes of the fp32 copy that DeepSpeed keeps of each weight where it computes in 16 bits
@@ -60,7 +60,7 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
     question, estimate = answer.question, found.estimate
     share = estimate.memory.reserved / estimate.limit
     verdict = f"{found.name}: {estimate.verdict}" + (f", refused: {refused}" if refused else "")
-    scale = f"below {FITS:.0%} it fits, up to {TIGHT:.0%} it is tight"
+    scale = "it fits where the upper end does, and is tight where that does not"
     limit, traffic, cluster = estimate.host_limit, estimate.traffic, question.cluster
     of = "" if limit is None else f"of {limit / GB:.0f}"
     volumes = [(kind.replace("_", "-"), f"{bytes_ / GB:.3g}", "") for kind, bytes_ in traffic.model_dump().items() if bytes_]
@@ -81,7 +81,7 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
         ("GB that a device sends in a step", volumes),
         ("The run", _run(question, found, tokens)),
     ]
-    lines = [f"{verdict}; needs {estimate.memory.reserved / GB:.1f} of {estimate.limit / GB:.1f} GB, {share:.0%}: {scale}"]
+    lines = [f"{verdict}; needs {needs_gb(estimate)} of {estimate.limit / GB:.1f} GB, {share:.0%}: {scale}"]
     for title, rows in parts:
         if rows:
             left, right = (max(len(row[i]) for row in rows) for i in (0, 1))
@@ -131,7 +131,7 @@ def _memory(question: Question, found: Candidate) -> list[Line]:
     allocated = memory.reserved - memory.overhead
     factor = "as torch counts it"
     if allocated > memory.peak:
-        factor = f"× {allocated / memory.peak:.2f} for what the allocator cannot use again, + overhead"
+        factor = f"{(allocated - memory.peak) / GB:.2f} for what the allocator cannot use again, + overhead"
     if facts.roles:
         made.append(("roles", "", "counted in: " + ", ".join(f"{name} {count(f.parameters)}" for name, f in facts.roles.items())))
     return [*made, ("peak", f"{memory.peak / GB:.2f}", "of tensors"), ("needs", f"{memory.reserved / GB:.2f}", factor)]
@@ -166,7 +166,8 @@ def _seconds(question: Question, found: Candidate) -> list[Line]:
     if layout.config.algorithm.rollout is None:
         del texts["rollout"]
     rows = [(part, number(getattr(spent, part)), texts[part]) for part in SECONDS if part in texts]
-    return [*rows, ("step", number(spent.total), f"{estimate.tokens_per_s:,.0f} tokens/s of all devices")]
+    rate = ranged(estimate.tokens_per_s, (1 / estimate.seconds_range[1], 1 / estimate.seconds_range[0]), lambda value: f"{value:,.0f}")
+    return [*rows, ("step", ranged(spent.total, estimate.seconds_range), f"{rate} tokens/s of all devices")]
 
 
 def _run(question: Question, found: Candidate, tokens: float | None) -> list[Line]:
@@ -175,7 +176,13 @@ def _run(question: Question, found: Candidate, tokens: float | None) -> list[Lin
     rows = [("MFU", mfu, "model FLOP/s of the datasheet's; computing again for checkpointing does not count")]
     time, price = found.hours(tokens), found.cost(question.cluster.price_per_device_hour, tokens)
     if time is not None:
-        rows.append(("hours", number(time), f"{count(tokens)} tokens" if tokens else f"{steps:,} steps"))
+        rows.append(("hours", ranged(time, estimate.seconds_range), f"{count(tokens)} tokens" if tokens else f"{steps:,} steps"))
     if price is not None:
-        rows.append(("cost", number(price), f"{found.devices} devices at {question.cluster.price_per_device_hour:g} an hour"))
+        rows.append(
+            (
+                "cost",
+                ranged(price, estimate.seconds_range),
+                f"{found.devices} devices at {question.cluster.price_per_device_hour:g} an hour",
+            )
+        )
     return rows

@@ -12,7 +12,7 @@ from typing import Any
 from drumline import __version__
 from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.config import Config
-from drumline.core.estimate import FITS
+from drumline.core.estimate import Estimate
 from drumline.core.explain import flow
 from drumline.core.registry import kinds_alone
 from drumline.core.yaml_lines import write_yaml
@@ -54,14 +54,20 @@ def to_use(config: Config, candidate: Candidate, path: Path | None, given: Itera
     return "\n".join([f"To train by {candidate.name}, in a YAML (`drumline init` writes it):", *(f"  {line}" for line in lines)])
 
 
+def needs_gb(estimate: Estimate, digits: int = 1) -> str:
+    """What a device needs in GB, with both ends, these with `digits` behind the point."""
+    low, high = (each / GB for each in estimate.needs)
+    return f"{estimate.memory.reserved / GB:.1f}" + (f" ({low:.{digits}f}-{high:.{digits}f})" if low != high else "")
+
+
 def why(answer: Answer) -> str:
     """The first candidate of an answer in a sentence, and the second."""
     first, *next_ones = answer.ranked
     estimate = first.estimate
-    share = f"needs {estimate.memory.reserved / GB:.1f} of {estimate.limit / GB:.1f} GB a device"
+    share = f"needs {needs_gb(estimate)} of {estimate.limit / GB:.1f} GB a device"
     text = f"{first.name}: {share}, {number(estimate.seconds.total)} s a step, {estimate.tokens_per_s:,.0f} tokens/s"
     if estimate.verdict == "tight":
-        text += f"; that is tight, more than {FITS:.0%}"
+        text += "; that is tight: it may not fit"
     text += f". Second: {next_ones[0].name}, {next_ones[0].estimate.tokens_per_s:,.0f} tokens/s." if next_ones else "."
     return text + (f" {line[0].upper()}{line[1:]}." if (line := with_little_room(answer)) else "")
 
@@ -195,12 +201,15 @@ def candidate(question: Question, found: Candidate, tokens: float | None = None)
         "steps": layout.steps,
         "tokens_per_step": layout.tokens_per_step,
         "memory": estimate.memory.model_dump(mode="json"),
+        "needs": estimate.needs,
         "memory_limit": estimate.limit,
         "host": estimate.host.model_dump(mode="json"),
         "host_limit": estimate.host_limit,
         "seconds": {**estimate.seconds.model_dump(mode="json"), "total": estimate.seconds.total},
+        "seconds_range": [end * estimate.seconds.total for end in estimate.seconds_range],
         "traffic": {**estimate.traffic.model_dump(mode="json"), "total": estimate.traffic.total},
         "tokens_per_s": estimate.tokens_per_s,
+        "tokens_per_s_range": [estimate.tokens_per_s / end for end in reversed(estimate.seconds_range)],
         "mfu": estimate.mfu,
         "hours": found.hours(tokens),
         "cost": found.cost(question.cluster.price_per_device_hour, tokens),

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.core.estimate import FITS, TIGHT
 from drumline.errors import EnvironmentFault, UserError
 from drumline.planner.report.table import CATEGORIES, gradients_at_peak, headline, main_cells
 from drumline.planner.search.answer import GB, Answer, Candidate, number
@@ -106,7 +105,16 @@ def _bars(axes: Any, shown: Shown) -> None:
         left = [a + b for a, b in zip(left, widths, strict=True)]
     furthest = max(max(left), shown.limit)
     for candidate, place, end in zip(candidates, places, left, strict=True):
-        axes.text(end + 0.01 * furthest, place, f"{candidate.estimate.memory.reserved / GB:.1f}", va="center", fontsize=8, bbox=BEHIND)
+        needs = [each / GB for each in candidate.estimate.needs]
+        axes.plot(needs, (place, place), color="black", linewidth=1)
+        axes.text(
+            max(end, needs[1]) + 0.01 * furthest,
+            place,
+            f"{candidate.estimate.memory.reserved / GB:.1f}",
+            va="center",
+            fontsize=8,
+            bbox=BEHIND,
+        )
     axes.set_yticks(places, [c.name for c in candidates], fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.08 * furthest)
@@ -118,8 +126,6 @@ def _bars(axes: Any, shown: Shown) -> None:
 def _frame(axes: Any, limit: float, columns: int) -> None:
     """Lines at the limits of memory, the legend below, and no lines on top and at the right."""
     axes.axvline(limit, color="black", linewidth=1.4)
-    for share, style in ((FITS, ":"), (TIGHT, "--")):
-        axes.axvline(share * limit, color="black", linewidth=0.8, linestyle=style)
     below = (0.5, -0.55 / (axes.figure.get_figheight() - 1.5))
     axes.legend(fontsize=8, ncols=columns, loc="upper center", bbox_to_anchor=below, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
@@ -153,7 +159,7 @@ def _points(axes: Any, shown: Shown) -> None:
     else:
         axes.set_ylim(0.85 * min(times), 1.1 * max(times))
     axes.set_xlim(left=0)
-    axes.set_xlabel(f"GB that a device needs (line: {shown.limit:.1f} there are; dashed {TIGHT:.0%}, dotted {FITS:.0%})")
+    axes.set_xlabel(f"GB that a device needs (line: {shown.limit:.1f} there are)")
     axes.set_ylabel("seconds for 1M tokens")
     axes.set_title("Time against memory", fontsize=10, loc="left")
     _name(axes, list({c.name: c for c in (*shown.fit[:1], *front)}.values()))

@@ -19,7 +19,8 @@ from drumline.core.estimate import HostMemory, Memory
 from drumline.core.explain import checkpointing, count
 from drumline.errors import PlanError, UserError
 from drumline.hardware.catalog import DEVICES, GIGA, LINKS, TERA
-from drumline.planner.report.output import VERSION, candidate, overrides
+from drumline.planner.cost.fitted import group_of
+from drumline.planner.report.output import VERSION, candidate, needs_gb, overrides
 from drumline.planner.search.advice import Adapted, Change, max_batch, max_length, what_if
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
 from drumline.planner.search.auto import disagreements, with_little_room
@@ -44,6 +45,7 @@ def show(
     show_headline(answer.question, console)
     show_adapted(adapted, console, tokens)
     ranked = answer.ranked[:top]
+    show_ranges([*ranked, *(each.best for each in adapted if each.best)], console)
     for table in tables(answer.question, ranked, console, tokens) if ranked else ():
         if table.title:  # not by the table, which would wrap it to its own width
             console.print(table.title, style="italic")
@@ -77,6 +79,7 @@ def show_short(answer: Answer, console: Console, adapted: Sequence[Adapted], *, 
     main, *_, (_, layout), _, _, _ = (group for group in _groups(answer.question, answer.ranked[:top], tokens))
     both = names | main[1] | {head: column for head, column in layout.items() if head != "mesh"}
     console.print(table if _fits(table := _table(both), console) else _table(names | main[1]))
+    show_ranges([*answer.ranked[:top], *(each.best for each in adapted if each.best)], console)
     more = f"{rest} more, " if (rest := len(answer.ranked) - top) > 0 else ""
     console.print(f"{more}memory and seconds by category, what is out and why: --all\n", style="dim")
     _show_remarks(answer, console)
@@ -93,13 +96,27 @@ def show_adapted(adapted: Sequence[Adapted], console: Console, tokens: float | N
     columns: Columns = {"": [each.name for each, _ in best], "strategy": [c.name for _, c in best]}
     cells = [main_cells(c) for _, c in best]
     columns |= {head: [Text(row[head], style=VERDICTS.get(row[head], "")) for row in cells] for head in SHOWN}
+    short = [needs_gb(c.estimate, 0) for _, c in best]
     fits = [bool(each.answer.ranked) for each, _ in best]
     columns[f"hours{unit}"] = [number(c.hours(length)) if fit else "–" for fit, (_, c) in zip(fits, best, strict=True)]
     if price is not None:
         columns[f"cost{unit}"] = [number(c.cost(price, length)) if fit else "–" for fit, (_, c) in zip(fits, best, strict=True)]
     columns["longest\nrow"] = [f"{each.longest.number:,}" if each.longest else "–" for each, _ in best]
+    if not _fits(_table(columns), console):
+        columns["needs\nGB"] = [Text(cell, style=VERDICTS[row["verdict"]]) for cell, row in zip(short, cells, strict=True)]
+        del columns["verdict"]
     console.print(_table(columns, styles={"": "bold"}))
     console.print()
+
+
+def show_ranges(candidates: Sequence[Candidate], console: Console) -> None:
+    """How far seconds, and with them tokens/s, hours and cost, may be from the table's, by group."""
+    by_ends = grouped(
+        (f"{low - 1:+.0%} to {high - 1:+.0%}", group_of(c.layout)) for c in candidates for low, high in [c.estimate.seconds_range]
+    )
+    each = [f"{', '.join(dict.fromkeys(groups))} {ends}" for ends, groups in by_ends.items() if ends != "+0% to +0%"]
+    if each:
+        console.print(f"Seconds: {'; '.join(each)}", style="dim", markup=False)
 
 
 def show_changes(changes: Sequence[Change], console: Console) -> None:
@@ -206,7 +223,7 @@ def main_cells(candidate: Candidate) -> dict[str, str]:
     estimate = candidate.estimate
     return {
         "verdict": estimate.verdict,
-        "needs\nGB": f"{estimate.memory.reserved / GB:.1f}",
+        "needs\nGB": needs_gb(estimate),
         "step\ns": number(estimate.seconds.total),
         "tokens/s": f"{estimate.tokens_per_s:,.0f}",
         "MFU": "–" if estimate.mfu is None else f"{estimate.mfu:.0%}",

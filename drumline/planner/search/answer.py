@@ -3,18 +3,19 @@ candidates (probes) correct the estimates of all. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 
 from pydantic import Field
 
 from drumline.core.config import Config
-from drumline.core.estimate import TIGHT, Estimate, Frozen
+from drumline.core.estimate import Ends, Estimate, Frozen
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import DataPlan, Layout, RolePlan
 from drumline.errors import EnvironmentFault
 from drumline.hardware.cluster import Cluster
+from drumline.planner.cost.fitted import PROBED
 from drumline.telemetry.truth import Measurement, compare
 
 GB = 1e9
@@ -95,8 +96,6 @@ def why_not(estimate: Estimate) -> str:
     needs, limit = estimate.memory.reserved, estimate.limit
     if needs > limit:
         return f"{gb(needs)} > {gb(limit)}"
-    if needs > TIGHT * limit:
-        return f"{gb(needs)} > {TIGHT:.0%} of {gb(limit)}"
     host = estimate.host
     most, phase = max((host.load, "to load"), (host.train, "to train"), (host.save, "to save"), (host.export, "to export"))
     return f"{gb(most)} of host memory {phase} > {gb(estimate.host_limit or 0)}"
@@ -116,6 +115,12 @@ def number(value: float | None) -> str:
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
+
+
+def ranged(value: float, ends: Ends, show: Callable[[float], str] = number) -> str:
+    """A value, and its ends as multiples of it: `12.3 (11.6-13.4)`."""
+    low, high = (show(value * end) for end in ends)
+    return f"{show(value)} ({low}-{high})" if low != high else show(value)
 
 
 def faster(estimate: Estimate, other: Estimate) -> bool:
@@ -229,6 +234,8 @@ def corrected(estimate: Estimate, by: Factors) -> Estimate:
             "traffic": estimate.traffic.model_copy(update={name: value * by.traffic for name, value in estimate.traffic}),
             "tokens_per_s": estimate.tokens_per_s / slower,
             "mfu": None if estimate.mfu is None else estimate.mfu / slower,
+            "memory_range": PROBED[0],
+            "seconds_range": PROBED[1],
         }
     )
 

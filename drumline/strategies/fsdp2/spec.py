@@ -28,7 +28,6 @@ class FSDP2Strategy(Degrees):
     in_step: ClassVar[bool] = True
     takes_packed: ClassVar[bool] = True
     whole_weights: ClassVar[bool] = False
-    reserve: ClassVar[float] = 1.24
     lacks = (
         *no_option("offload_nvme", "torch offloads to host memory only", "fsdp2 with offload=cpu, or zero3 with offload_parameters"),
         *no_option("compression", "shards are reduced by reduce-scatter, which has no hooks", "reduce_dtype=bf16"),

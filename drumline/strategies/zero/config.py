@@ -37,9 +37,10 @@ ZEROPP = {
     "hierarchical_partition": "zero_hpz_partition_size",
 }
 # DeepSpeed's own defaults, in entries: what is reduced at once, of a weight on its way from the disk, weights that stay whole once they
-# were gathered, those gathered ahead, those that may be whole at once and how far apart two uses of one may be.
+# were gathered, those gathered ahead, those that may be whole at once and how far apart two uses of one may be; those that ZeRO-3 steps
+# at once.
 MOST_IN_A_BUCKET, MOST_IN_A_BUFFER = 500_000_000, 100_000_000
-PERSISTENT, PREFETCHED, LIVE, REUSE = 100_000, 50_000_000, 1_000_000_000, 1_000_000_000
+PERSISTENT, PREFETCHED, LIVE, REUSE, STEPPED = 100_000, 50_000_000, 1_000_000_000, 1_000_000_000, 1_000_000_000
 # DeepSpeed's features that would change what a step computes, or that Drumline does itself: path → the only value that goes.
 NEUTRAL: dict[str, Any] = {
     "amp.enabled": False,

@@ -15,7 +15,7 @@ from drumline.core.facts import ModelFacts, Part, ends, largest_block, part_of, 
 from drumline.core.mesh import Mesh
 from drumline.core.plan import Layout
 from drumline.core.strategy import StrategySpec
-from drumline.strategies.zero.config import LIVE, MOST_IN_A_BUCKET, PERSISTENT, PREFETCHED, REUSE, ZeroPlusPlus, user_config
+from drumline.strategies.zero.config import LIVE, MOST_IN_A_BUCKET, PERSISTENT, PREFETCHED, REUSE, STEPPED, ZeroPlusPlus, user_config
 
 if TYPE_CHECKING:
     from drumline.strategies.zero.spec import Zero
@@ -73,12 +73,12 @@ class ZeroCosts(StrategySpec):
         """Gradients: as they lie at the end of the last backward of a step. Weights have fp32 masters besides them in fp32, too."""
         ranks, stage = layout.mesh.world_size, self.stage
         cut, low = flattened(facts, ranks), layout.precision != "fp32"
-        width, kept = WIDTH[layout.precision], layout.config.optimizer.slots
+        width, kept, added = WIDTH[layout.precision], layout.config.optimizer.slots, self._dtypes(layout, facts)[1]
         optimizer, parameters = self.offloads()
         if stage == 3:
             weights = width * (cut.pieces + cut.frozen_pieces)
             masters = FULL * cut.pieces * (kept + 1)
-            gradients = FULL * cut.pieces
+            gradients = added * cut.pieces
             at_home = (weights, 0) if parameters == "none" else (0, weights)
             if optimizer == "none":
                 return State(at_home[0], gradients, masters, at_home[1])
@@ -89,13 +89,20 @@ class ZeroCosts(StrategySpec):
         unsharded = FULL * cut.trainable if stage == 1 else 0
         if optimizer != "none":
             accumulated = FULL * cut.touched if stage == 2 and not low and layout.batch.accumulation > 1 else 0
-            return State(weights, FULL * share + unsharded if low else 0, 0, 0, FULL * share + accumulated, masters)
+            return State(weights, added * share + unsharded if low else 0, 0, 0, FULL * share + accumulated, masters)
         if not low:
             return State(weights, FULL * cut.touched, masters)
         if stage == 1 and layout.precision == "bf16":
             # DeepSpeed's BF16_Optimizer: fp32 gradients of all weights for good, and the bf16 ones that they were added up from.
             return State(weights, FULL * cut.flat + LOW * cut.trainable, masters)
-        return State(weights, FULL * share + unsharded, masters)
+        return State(weights, added * share + unsharded, masters)
+
+    def _dtypes(self, layout: Layout, facts: ModelFacts) -> tuple[int, int]:
+        """Bytes of an entry in which gradients are sent, and in which they are added up: fp32, unless the user's own DeepSpeed config has
+        another."""
+        own, low = user_config(cast("Zero", self), facts), ("fp16", "bfp16", "bf16")
+        sent, added = (own.get(key, "fp32") for key in ("communication_data_type", "data_types.grad_accum_dtype"))
+        return LOW if sent in low else FULL, LOW if added in low else FULL
 
     def buffers(self, layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None) -> Buffers:
         """Buckets of DeepSpeed's reduction, which are all taken at once, and what ZeRO 3 gathers."""
@@ -103,6 +110,7 @@ class ZeroCosts(StrategySpec):
         cut = flattened(facts, ranks)
         own, width, (optimizer, _) = user_config(cast("Zero", self), facts), WIDTH[layout.precision], self.offloads()
         bucket = int(own.get("zero_optimization.reduce_bucket_size", min(MOST_IN_A_BUCKET, max(2, cut.trainable))))
+        sent, _ = self._dtypes(layout, facts)
         if self.stage == 3:
             everything = cut.trainable + cut.frozen
             alive = int(own.get("zero_optimization.stage3_max_live_parameters", LIVE))
@@ -112,11 +120,14 @@ class ZeroCosts(StrategySpec):
             gathered = min(everything, alive + ahead + largest_block(facts, part_of(facts)).entries) - min(everything, whole)
             reduced = width * min(bucket, cut.trainable)
             return Buffers(
-                always=FULL * bucket + width * whole,
+                always=sent * bucket + width * whole,
                 through=max(0, width * gathered),
                 backward=reduced,
                 last=reduced,
-                step=FULL * cut.pieces if optimizer == "none" and low else 0,
+                # One group of weights after the other.
+                step=FULL * min(cut.pieces, int(own.get("zero_optimization.sub_group_size", STEPPED)))
+                if optimizer == "none" and low
+                else 0,
                 early=state.gradients,
             )
         bf16_1 = self.stage == 1 and layout.precision == "bf16"
@@ -125,7 +136,7 @@ class ZeroCosts(StrategySpec):
         # A bucket in the type of the gradients, and in fp32 what is sent of it.
         buckets = 2 if own.get("zero_optimization.overlap_comm") else 1
         taken = 0 if bf16_1 else (FULL if self.stage == 1 else width) * bucket * buckets
-        message = FULL * min(bucket, cut.trainable) if low or bf16_1 else 0
+        message = FULL * min(bucket, cut.trainable) if (low and sent == FULL) or bf16_1 else 0
         always = 0
         if optimizer != "none":
             always = width * cut.largest if layout.device == "cuda" else 2 * width * cut.largest + width * cut.flat // ranks
@@ -173,7 +184,7 @@ class ZeroCosts(StrategySpec):
         here to count it on) is as its paper says: weights gathered in 8 bits, gradients in 4, and the second gathering among the ranks of
         a copy."""
         own, width, ranks = user_config(cast("Zero", self), facts), WIDTH[layout.precision], layout.mesh.shard
-        low = 2 if own.get("communication_data_type", "fp32") in ("fp16", "bfp16", "bf16") else 4
+        low = self._dtypes(layout, facts)[0]
         if self.stage == 3:
             self._send_3(volume, layout, facts, own, low)
             return
@@ -207,8 +218,12 @@ class ZeroCosts(StrategySpec):
         gathered = 1 if plus.quantized_weights else width
         near = plus.hierarchical_partition if plus.hierarchical_partition > 1 else ranks
         volume.add("all_gather", width * parts["whole"], ranks, "shard")
-        volume.add("all_gather", gathered * rounds * parts["gathered"], ranks, "shard", calls, "forward")
-        volume.add("all_gather", gathered * rounds * parts["again"] * ranks / near, near, "shard", calls, "backward")
+        # Of a block only as much is gathered ahead as the bucket takes; for the rest it waits.
+        hidden = min(1.0, ahead / max(1, largest_block(facts, part_of(facts)).entries))
+        sides: tuple[tuple[float, Beside, Beside], ...] = ((hidden, "forward", "backward"), (1 - hidden, "nothing", "nothing"))
+        for share, forward, backward in sides:
+            volume.add("all_gather", share * gathered * rounds * parts["gathered"], ranks, "shard", calls, forward)
+            volume.add("all_gather", share * gathered * rounds * parts["again"] * ranks / near, near, "shard", calls, backward)
         if plus.quantized_gradients:
             volume.add("all_to_all", rounds * parts["trainable"] * ranks / 2, ranks, "shard", calls)
         else:

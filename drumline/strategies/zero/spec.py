@@ -33,7 +33,6 @@ class Zero(ZeroCosts):
     in_step: ClassVar[bool] = True
     takes_packed: ClassVar[bool] = True
     package: ClassVar[str | None] = "deepspeed"
-    reserve: ClassVar[float] = 1.05
     lacks = (
         *no_option("tp cp pp", "DeepSpeed cuts flat buffers, and knows nothing of matrices cut by DTensor or of stages",
                    "fsdp2 with tp, cp or pp"),
@@ -151,7 +150,7 @@ class Zero3Strategy(Zero):
     position: ClassVar[int] = 9
     stage: ClassVar[Literal[1, 2, 3]] = 3
     whole_weights: ClassVar[bool] = False
-    reserve: ClassVar[float] = 1.24
+    hooked: ClassVar[bool] = True
     lacks = (
         *Zero.lacks,
         *no_option("replicate", "DeepSpeed calls it otherwise", "zeropp: {hierarchical_partition: N}, or fsdp2 with replicate"),

@@ -1,0 +1,55 @@
+"""The constants of the estimates that no datasheet gives, each with its source or as fitted to published runs (benchmarks/planner_fit.py;
+residuals: docs/benchmarks.md), and how far estimates may be from what is measured. Pure; the fit sets these names."""
+
+from __future__ import annotations
+
+from drumline.core.estimate import Ends
+from drumline.core.plan import Layout
+from drumline.core.rule import packed_bits
+
+# Bytes that a block of 16 bits moves through the device's memory for each token and entry of the hidden width, forward and backward,
+# besides the arithmetic of its products: eager, and compiled.
+MOVED, MOVED_COMPILED = 1350.0, 1110.0
+# The same for each input and output of a layer with an adapter: casts, the factors' results, and their sum.
+MOVED_ADAPTED = 6.0
+# Bytes through the memory that unpacking a 4-bit entry is worth, each time: a kernel bound by its instructions.
+UNPACKED = 22.8
+# Seconds of a host for each module whose weights an engine gathers and lets go by hooks of its own, in each pass.
+HOOK = 3.14e-04
+# Seconds for each entry that all ranks of a host update on it, with what comes before and behind that there (norm, scaling, casts).
+HOST_STEP = 2.82e-09
+# The share of what an allocator has handed out beyond weights, gradients and moments (these lie still) that it reserves besides; and
+# where weights are gathered and let go beside the computing, on streams of their own.
+FRAGMENTS, FRAGMENTS_GATHERED = 0.028, 0.219
+# Tiles of 128 × 256 that a product's last wave, half empty, is worth: a quarter of 108 multiprocessors (NVIDIA's guide to matrix products).
+# The power in which device and host add up, which wait for each other in turn: a choice.
+TILES, BLEND = 27.0, 3.0
+
+# What the loop's Python takes on a processor, for a step and for a micro-batch, in blocks that it starts (compute.STARTS).
+LOOP = (0.0, 0.0)
+
+# Ends of measured / predicted, of memory and of seconds: where nine of ten rows of a group lay that the constants had not seen, of fewer
+# than ten all, and at least as far as those of all groups; never without 1. Of what is cut by tensor, context or pipeline parallelism there
+# is no row: memory as full, which it is counted like (and CPU runs hold it so), seconds twice as far, a choice.
+# A processor: runs of benchmarks/planner_runs.py, without and with `drumline calibrate`.
+RANGES: dict[str, tuple[Ends, Ends]] = {
+    "full": ((0.88, 1.41), (1.0, 1.56)),
+    "LoRA": ((0.91, 1.15), (0.8, 1.02)),
+    "QLoRA": ((0.74, 1.23), (0.81, 2.27)),
+    "offload": ((0.54, 1.23), (0.81, 1.88)),
+    "cut": ((0.88, 1.41), (1.0, 2.12)),
+    "cpu": ((0.9, 1.1), (0.5, 2.0)),
+    "cpu calibrated": ((0.9, 1.1), (0.8, 1.2)),
+}
+PROBED: tuple[Ends, Ends] = ((0.97, 1.03), (0.95, 1.05))  # after a trial of the plan itself: a choice
+
+
+def group_of(layout: Layout, calibrated: bool = False) -> str:
+    """The group of RANGES that a layout belongs to."""
+    if layout.device == "cpu":
+        return "cpu calibrated" if calibrated else "cpu"
+    if layout.strategy.offloads() != ("none", "none") or layout.config.optimizer.offload:
+        return "offload"
+    if layout.mesh.tp * layout.mesh.cp * layout.mesh.pp > 1:
+        return "cut"
+    return "QLoRA" if packed_bits(layout.config) else "LoRA" if layout.config.adapter.kind == "lora" else "full"
