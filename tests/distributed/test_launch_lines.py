@@ -111,7 +111,7 @@ def test_ranks_die_with_their_launcher(name: str, config: Path, tmp_path: Path) 
     with started(line, config, f"run.dir={run}", "run.steps=100000", "checkpoint.every=null") as launcher:
         wait_for(run, "step", 3, launcher, timeout=280)
         below = psutil.Process(launcher.pid).children(recursive=True)
-        ranks = [process for process in below if "RANK" in process.environ()]
+        ranks = [process for process in below if "RANK" in process.environ() and "drumline.launchers.watcher" not in process.cmdline()]
         launcher.kill()
         launcher.wait(60)
         left = psutil.wait_procs(ranks, timeout=3 * 1.0)[1]
