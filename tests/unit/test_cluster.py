@@ -89,7 +89,7 @@ def test_free_space_below_a_folder_that_is_not_there_yet(tmp_path: Path) -> None
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
         ("NVIDIA GeForce RTX 3090 Ti", "bf16", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
-        ("NVIDIA H200", "fp8", None),
+        ("NVIDIA H200", "fp8", 1978.8),
         ("Intel(R) Xeon(R) Processor", "fp32", None),
     ],
 )
