@@ -56,8 +56,12 @@ class Lease:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             if self.after is not None:
                 self._wait_for_the_other()
+            followed = False
             while not create_whole(self.path, self._text()):
                 self._wait_for_the_other()
+                followed = True
+            if followed:
+                self._confirm()
         except OSError as error:
             why = f"cannot write the run folder: {error.strerror or error}"
             raise EnvironmentFault(why, where=str(self.run_dir), fix="choose another with run.dir=…") from error
@@ -73,6 +77,16 @@ class Lease:
                 self.path.unlink()
             if self._made:
                 self.run_dir.rmdir()  # where nothing came into it
+
+    def _confirm(self) -> None:
+        """Of several that wait for one dead holder, one may move the lease of the next aside for a moment, in which a third makes its own.
+        Raises EnvironmentFault where that has happened to ours."""
+        time.sleep(LOOK_SECONDS)
+        seen = _read(self.path)
+        if seen is not None and _token(seen) != self.token:
+            raise EnvironmentFault(
+                f"the run folder is in use by {_holder_text(seen)}", where=str(self.run_dir), fix="wait for that run's end"
+            )
 
     def _text(self) -> bytes:
         return self._head + b"%020d\n" % self._count
