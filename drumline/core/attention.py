@@ -49,14 +49,11 @@ def choose(layout: Layout, head_dim: int, caps: bool, own: bool, needs_mask: str
         needs_mask = "ring attention has a kernel of its own"
     if layout.config.compile.enabled and layout.activation_checkpointing != "none":
         needs_mask = "a block that is compiled with its recomputation takes no lengths"
-    if layout.config.head == "text":
-        # Measured: of a BERT in micro-batches of one row under DDP, gradients of query biases differ from those of one process.
-        needs_mask = "rows of a classifier are padded, and its gradients are right by a mask alone"
     if needs_mask:
         return Choice("masked", needs_mask)
     if wanted != "auto":
         return Choice(wanted, "model.attention sets it")  # type: ignore[arg-type]
-    if not layout.config.packs:
+    if not layout.config.packs and layout.config.head != "text":
         return Choice("documents", "a row is one, and what stands behind it needs no mask")
     if layout.device == "cpu":
         return Choice("documents", "each by itself, which spares the pairs of tokens between them")

@@ -149,9 +149,13 @@ def one_by_one(
     whole: Callable[..., Any], documents: Documents, additive: bool, query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> Tensor:
     """Each document by `whole`, a function of transformers, which gives [1, n, H, D]. `additive`: it takes a mask of numbers and nothing
-    else. Rows and documents are split and put together again: the gradient of a slice would be as large as what it is cut from."""
+    else. Rows and documents are split and put together again: the gradient of a slice would be as large as what it is cut from.
+
+    A row of padding alone, which fills up the last batch, counts as a document: each parameter gets its gradient in each micro-batch, or
+    DDP would not reduce it."""
     rows = []
-    for lengths, *of_row in zip(documents.lengths, query.split(1), key.split(1), value.split(1), strict=True):
+    for of_documents, *of_row in zip(documents.lengths, query.split(1), key.split(1), value.split(1), strict=True):
+        lengths = of_documents or (documents.width,)
         padding = documents.width - sum(lengths)
         parts = (tensor.split([*lengths, padding], 2)[: len(lengths)] for tensor in of_row)
         made = [out for part in zip(*parts, strict=True) for out in _of_one(whole, documents, additive, options, *part)]
