@@ -84,9 +84,7 @@ class Lease:
         time.sleep(LOOK_SECONDS)
         seen = _read(self.path)
         if seen is not None and _token(seen) != self.token:
-            raise EnvironmentFault(
-                f"the run folder is in use by {_holder_text(seen)}", where=str(self.run_dir), fix="wait for that run's end"
-            )
+            raise self._in_use(seen)
 
     def _text(self) -> bytes:
         return self._head + b"%020d\n" % self._count
@@ -108,12 +106,12 @@ class Lease:
                     return
                 alive = now != seen
         if alive:
-            raise EnvironmentFault(
-                f"the run folder is in use by {_holder_text(seen)}",
-                where=str(self.run_dir),
-                fix="wait for that run's end or stop it, or choose another folder with run.dir=…",
-            )
+            raise self._in_use(seen)
         self._take_away(seen)
+
+    def _in_use(self, seen: bytes) -> EnvironmentFault:
+        fix = "wait for that run's end or stop it, or choose another folder with run.dir=…"
+        return EnvironmentFault(f"the run folder is in use by {_holder_text(seen)}", where=str(self.run_dir), fix=fix)
 
     def _look(self) -> bytes | None:
         """What is in the file. Raises EnvironmentFault where that is not the lease that this one may follow."""

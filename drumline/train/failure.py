@@ -3,6 +3,7 @@ runs out is recognised and measured at once; the advice is `train.replan`'s."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -109,6 +110,14 @@ def watched(plan: Plan, rank: int) -> Iterator[Watched]:
         if not is_out_of_memory(error):
             raise
         raise OutOfMemory(watch.measured(error), f"{type(error).__name__}: {error}".splitlines()[0]) from error
+
+
+def let_go(error: BaseException | None) -> None:
+    """Free what the frames of an error, and of those it came from, hold: the model, its gradients, a batch's activations."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()  # engines and loops know each other
 
 
 def doing(stack: TracebackType | None) -> str:

@@ -32,7 +32,7 @@ from drumline.report.progress import Progress
 from drumline.telemetry.events import last
 from drumline.telemetry.watched import Hang
 from drumline.train.entry import run
-from drumline.train.failure import OutOfMemory, recording
+from drumline.train.failure import OutOfMemory, let_go, recording
 from drumline.train.replan import advise
 from drumline.train.setup import Request, claim_run_dir, make_plan
 
@@ -66,7 +66,8 @@ def train_rank(plan: Plan, start: str | None, display: bool) -> None:
         with Progress(Console()) as progress:
             run(plan, start, progress.on_event)
     except OutOfMemory as error:
-        # Another launcher decides whether it goes on; what to change is reported all the same.
+        # Another launcher decides whether it goes on; what to change is reported all the same, and finding it needs memory.
+        let_go(error)
         print(f"error: rank {rank}: {advise(plan, error.exhausted).line}", file=sys.stderr)
         raise
 

@@ -86,6 +86,15 @@ def test_losses_and_gradients_of_the_mask(kind: str, rows: str) -> None:
         torch.testing.assert_close(gradient, masked_gradients[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
+def test_fillers_alone_give_each_parameter_a_gradient() -> None:
+    """Of zero: DDP reduces in a step what each rank has a gradient of."""
+    model = build("llama")
+    attend_by_documents(model, layout())
+    _, gradients = loss_and_gradients(model, batch_of((), ()))
+    assert gradients.keys() == {name for name, _ in model.named_parameters()}
+    assert not any(gradient.any() for gradient in gradients.values())
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
 def test_each_document_is_as_if_alone(kind: str) -> None:
     model, sizes = build(kind), (3, 7, 5)
