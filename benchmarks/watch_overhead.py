@@ -82,7 +82,7 @@ def rank(steps: int, hidden: int) -> dict[str, float]:
     from torch.nn.parallel import DistributedDataParallel
 
     from drumline.core import heartbeat
-    from drumline.core.config import HealthConfig
+    from drumline.core.run import HealthConfig
     from drumline.dist.reduce import Gather
     from drumline.dist.start import start, stop
     from drumline.telemetry.stragglers import Stragglers

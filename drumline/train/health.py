@@ -8,9 +8,9 @@ from collections import Counter, deque
 
 import torch
 
-from drumline.core.config import HealthConfig
 from drumline.core.copies import same_weights
 from drumline.core.plan import Plan
+from drumline.core.run import HealthConfig
 from drumline.dist.reduce import Gather, from_all
 from drumline.errors import DrumlineError, TrainingStopped
 from drumline.parallel.engine import CompositeEngine, Engine

@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drumline.core.config import CheckpointConfig, Config, EvalConfig
+from drumline.core.config import CheckpointConfig, Config
 from drumline.core.data import FileSource
 from drumline.core.load import Loaded
 from drumline.core.plan import Plan
+from drumline.core.run import EvalConfig
 from drumline.errors import EnvironmentFault
 from drumline.planner.search.answer import Answer, Candidate, Probe, corrected_answer, require_here
 from drumline.report.bars import OnProgress

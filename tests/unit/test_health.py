@@ -12,12 +12,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from drumline.core.config import Config, HealthConfig
+from drumline.core.config import Config
 from drumline.core.copies import same_weights
 from drumline.core.mesh import Mesh
 from drumline.core.registry import make
 from drumline.core.rule import Case
 from drumline.core.rules import check_rules
+from drumline.core.run import HealthConfig
 from drumline.core.strategy import StrategySpec
 from drumline.data.batches import TokenBatch
 from drumline.data.stream import GlobalBatch

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from drumline.core import heartbeat
-from drumline.core.config import HealthConfig
 from drumline.core.plan import Plan
+from drumline.core.run import HealthConfig
 from drumline.errors import TrainingStopped
 from drumline.launchers import watcher
 from drumline.telemetry.events import EventLog

@@ -1,0 +1,86 @@
+"""Keys of the YAML about a run itself: evaluation, health, trackers, profile. No torch here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from drumline.core.heartbeat import LIMITS
+from drumline.core.registry import Named
+from drumline.core.section import MOST_RANKS, MOST_SEED, Count, PathText, Rate, Seconds, Section, Steps
+from drumline.core.urls import LocalPath
+
+
+class EvalConfig(Section):
+    every: Steps | None = Field(None, description="Evaluate every N steps; null: only before the first and after the last.")
+    at_start: bool = Field(True, description="Evaluate before the first step, for comparison.")
+    micro_batch: Count | None = Field(None, description="Samples per forward pass on each device; null: as in training.")
+    metric: str = Field("loss", description="The metric that decides which checkpoint is best. Default of ppo and grpo: reward.")
+    mode: Literal["min", "max"] = Field("min", description="Whether a lower or a higher metric is better. Default of ppo and grpo: max.")
+
+
+class HealthConfig(Section):
+    on_nan: Literal["stop", "skip"] = Field(
+        "stop", description="What to do when the loss or gradient norm is NaN or inf: stop, or skip the step and report it."
+    )
+    max_skips: Count = Field(10, description="With skip: stop after this many skipped steps in a row.")
+    on_spike: Literal["none", "note", "skip", "rollback"] = Field(
+        "none",
+        description="What to do when the loss jumps: note its samples in an event; skip the step; or go back to the newest checkpoint and"
+        " pass over the batch. max_skips counts these as well.",
+    )
+    spike_zscore: Rate = Field(6.0, description="A loss jumps when it lies this many standard deviations above the mean of spike_window.")
+    spike_window: int = Field(100, ge=20, le=10**6, description="Steps whose losses are compared with.")
+    straggler_ratio: float = Field(
+        1.3, gt=1, le=10**6, description="Name a rank that takes this many times the median rank's seconds, over 20 steps."
+    )
+    check_weights_every: Steps | None = Field(
+        None,
+        description="Every N steps, and before each checkpoint, compare a checksum of the weights that several ranks hold. Where they"
+        " differ, name the ranks and restart from the newest checkpoint.",
+    )
+    check_collectives: bool = Field(
+        False, description="For debugging: after each step compare the collectives that the ranks have begun, and stop where they differ."
+    )
+    on_hang: Literal["restart", "stop"] = Field(
+        "restart", description="When ranks hang, name the culprit, end them, and restart from the newest checkpoint, or stop."
+    )
+    hang_seconds: Seconds = Field(
+        5.0,
+        description="A phase of a step (data, forward, backward, collective, optimizer) hangs when it takes three times the longest so far,"
+        " and at least this long.",
+    )
+    startup_seconds: Seconds = Field(1800.0, description="Longest time without a sign of life before the first steps, or in compilation.")
+    save_seconds: Seconds = Field(1800.0, description="Longest time for a checkpoint.")
+    eval_seconds: Seconds = Field(1800.0, description="Longest time for a batch of evaluation.")
+    rollout_seconds: Seconds = Field(1800.0, description="Longest time for sampling or scoring a batch of a rollout.")
+
+    def limits(self) -> dict[str, float]:
+        """Seconds, as `core.heartbeat.LIMITS` names them."""
+        return {name: getattr(self, f"{name}_seconds") for name in LIMITS}
+
+
+# Of packages: functions `telemetry.trackers.Run` → `telemetry.trackers.Tracker`.
+Reporter = Annotated[PathText, Named("trackers", ("tensorboard", "wandb", "mlflow", "trackio"))]
+
+
+class ProfileConfig(Section):
+    """A trace of torch.profiler and, on a GPU, a snapshot of memory, written to RUN/profile."""
+
+    at: Steps = Field(10, description="The first step of the trace. The first few are also those that a run measures itself in.")
+    steps: int = Field(3, gt=0, le=1000, description="Steps in the trace, whose size grows with them.")
+    ranks: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] = Field((0,), min_length=1, description="Ranks that write one.")
+
+
+class RunConfig(Section):
+    dir: LocalPath | None = Field(None, description="Run folder; null: runs/<name of the YAML>.")
+    steps: Steps | None = Field(None, description="Optimizer steps; overrides epochs.")
+    epochs: Rate = Field(1.0, description="Passes over the training samples.")
+    seed: int = Field(0, ge=0, le=MOST_SEED, description="Determines the order of samples, dropout and random weights.")
+    deterministic: bool = Field(False, description="Deterministic kernels only (cuDNN and algorithms); slower on GPUs.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if there are any, else the CPU.")
+    log_every: Steps = Field(1, description="Write a step event every N steps.")
+    profile: ProfileConfig | None = Field(None, description="Trace a few steps; null: none. Changes no number.")
+    callbacks: tuple[PathText, ...] = Field((), description="Your classes called after each step, save and evaluation: file.py:Name.")
+    report_to: tuple[Reporter, ...] = Field(("tensorboard",), description="Where metrics are written besides events.jsonl.")
