@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -18,8 +19,15 @@ T = TypeVar("T")
 SAVE_TIMEOUT = timedelta(hours=2)
 
 
+# Mistakes of a program: the same again, however often it is tried. Disks and networks raise OSError, torch RuntimeError.
+LASTING = (TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError, pickle.PickleError)
+
+
 class RanksError(Exception):
-    """At least one rank failed in a common step; the text is the same on every rank and names the ranks."""
+    """At least one rank failed in a common step; the text is the same on every rank and names the ranks. `lasting`: in a way that another
+    try would not mend."""
+
+    lasting = False
 
 
 class Ranks:
@@ -44,23 +52,31 @@ class Ranks:
         """The results of `step` on every rank, in order of ranks, on all ranks. Raises `error_type` on all if it failed on any."""
         value: T | None = None
         failure: str | None = None
+        lasting = False
         try:
             value = step()
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - the other ranks must hear of any failure
-            failure = describe_error(error)
-        everyone: list[tuple[T | None, str | None]] = [(value, failure)] * self.size
+            failure, lasting = describe_error(error), is_lasting(error)
+        everyone: list[tuple[T | None, str | None, bool]] = [(value, failure, lasting)] * self.size
         if self.group is not None:
-            dist.all_gather_object(everyone, (value, failure), group=self.group)
-        failures = {rank: text for rank, (_, text) in enumerate(everyone) if text is not None}
-        if len(failures) == self.size and len(set(failures.values())) == 1:
-            raise self.error_type(failures[0])
+            dist.all_gather_object(everyone, (value, failure, lasting), group=self.group)
+        failures = {rank: text for rank, (_, text, _) in enumerate(everyone) if text is not None}
         if failures:
-            raise self.error_type("; ".join(f"rank {rank}: {text}" for rank, text in failures.items()))
-        return [value for value, _ in everyone]  # type: ignore[misc]
+            alike = len(failures) == self.size and len(set(failures.values())) == 1
+            raised = self.error_type(failures[0] if alike else "; ".join(f"rank {rank}: {text}" for rank, text in failures.items()))
+            if isinstance(raised, RanksError):
+                raised.lasting = any(lasts for *_, lasts in everyone)
+            raise raised
+        return [value for value, *_ in everyone]  # type: ignore[misc]
 
     def first(self, step: Callable[[], T]) -> T:
         """The result of `step` on rank 0, on all ranks. Raises `error_type` on all if it failed."""
         return self.each(lambda: step() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def is_lasting(error: BaseException) -> bool:
+    """Whether another try would not mend it."""
+    return error.lasting if isinstance(error, RanksError) else isinstance(error, LASTING)
 
 
 def describe_error(error: BaseException) -> str:

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from drumline import __version__
 from drumline.checkpoint.disks import Disks, Gatherer, carry
 from drumline.checkpoint.manifest import INDEX, STATE, UNFINISHED, FileRecord, Manifest, folder_name, step_of, write_durable, write_part
-from drumline.checkpoint.ranks import Ranks, RanksError, describe_error
+from drumline.checkpoint.ranks import Ranks, RanksError, describe_error, is_lasting
 from drumline.checkpoint.remote import Remote
 from drumline.checkpoint.retention import Retention, best_of
 from drumline.checkpoint.staging import Staging
@@ -54,7 +54,7 @@ class SaveResult:
     """How a save ended: the same on every rank, apart from the seconds, and from the path where hosts have folders of their own.
 
     `path` is None if nothing was committed. `error` beside a path: the checkpoint is whole, but a pointer or the pruning failed.
-    `begun`: false if the disk lacked room, and nothing was written.
+    `begun`: false if the disk lacked room, and nothing was written. `lasting`: another try would fail alike.
     """
 
     step: int
@@ -64,6 +64,7 @@ class SaveResult:
     error: str | None
     blocked_seconds: float
     begun: bool = True
+    lasting: bool = False
 
 
 class _NotUploaded(Exception):
@@ -143,7 +144,7 @@ class Checkpointer:
                 self.ranks.each(lambda: staged.update(self.staging.copy(job.tensors)))
                 job.tensors = staged
         except Exception as failure:  # noqa: BLE001 - a failed save is a result
-            self._ended = _result(job, None, 0, describe_error(failure))
+            self._ended = _failed(job, failure)
             return
         if self.asynchronous:
             job.blocked_seconds = time.monotonic() - job.started
@@ -205,7 +206,7 @@ class Checkpointer:
         except (Exception, CheckpointException) as failure:  # noqa: BLE001 - a failed save is a result
             if folder and self.disks.leads:
                 shutil.rmtree(folder, ignore_errors=True)  # the rest is removed at the next start; the result reports the failure itself
-            self._ended = _result(job, None, 0, describe_error(failure))
+            self._ended = _failed(job, failure)
             return
         errors = []
         try:
@@ -349,6 +350,10 @@ def share_out(tensors: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tenso
 
 def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
+
+
+def _failed(job: _Job, failure: BaseException) -> SaveResult:
+    return replace(_result(job, None, 0, describe_error(failure)), lasting=is_lasting(failure))
 
 
 def _result(job: _Job, path: Path | None, nbytes: int, error: str | None) -> SaveResult:

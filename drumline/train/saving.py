@@ -70,8 +70,9 @@ class Saver:
             self.memory.wait()
 
     def save_last(self, metric: float | None) -> None:
-        """Leave the run with these very weights on disk. A save that fails is tried again: for `checkpoint.wait_seconds`, and after a stop
-        signal for half of `launch.grace_seconds`; the other half is for another disk. Collective. Raises NotSaved."""
+        """Leave the run with these very weights on disk. A save that fails in a way that may pass is tried again: for
+        `checkpoint.wait_seconds`, and after a stop signal for half of `launch.grace_seconds`; the other half is for another disk.
+        Collective. Raises NotSaved."""
         # Waiting first: only then do all ranks know the same of the save in flight, and decide alike.
         self.report(self.checkpointer.wait())
         began, limit, hurried = 0.0, self.plan.config.checkpoint.wait_seconds, False
@@ -85,7 +86,7 @@ class Saver:
                 waited = time.monotonic() - began
                 if self.stop_flag.requested and not hurried:
                     hurried, limit = True, min(limit, waited + self.plan.config.launch.grace_seconds / 2)
-                _, (over,) = self.gather({}, float(waited >= limit))
+                _, (over,) = self.gather({}, float(waited >= limit or results[-1].lasting))
                 if any(over):
                     self._give_up(f"{results[-1].error}; tried for {waited:.0f} s", metric)
                 time.sleep(max(1.0, results[-1].seconds))

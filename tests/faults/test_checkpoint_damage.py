@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import random
 import shutil
 import socket
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +204,33 @@ def test_code_in_the_index_does_not_run(root: Path, tmp_path: Path, where: str) 
 def test_names_beyond_the_list_are_refused(root: Path, module: str, name: str) -> None:
     forge(root / "step-00000020", f"c{module}\n{name}\n.".encode())
     assert_passed_over(root, INDEX, f"{module}.{name} has no place")
+
+
+def by_name(index: Metadata) -> bytes:
+    """A pickle of an index as Python 3.11.0 to 3.11.3 make it, whose enums are got by their names."""
+
+    class ByName(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+    made = io.BytesIO()
+    ByName(made).dump(index)
+    return made.getvalue()
+
+
+def test_an_index_of_an_older_python(root: Path) -> None:
+    folder, tensors = root / "step-00000020", blank(content(20))
+    raw = by_name(index_of(folder))
+    assert b"getattr" in raw
+    forge(folder, raw)
+    load(folder, tensors)
+    assert differing(tensors, content(20)) == []
+
+
+@pytest.mark.parametrize("kind", [b"cbuiltins\ndict\n", b"ctorch\nSize\n", b"I1\n"])
+def test_nothing_but_a_memory_format_is_got_by_its_name(root: Path, kind: bytes) -> None:
+    forge(root / "step-00000020", b"cbuiltins\ngetattr\n(" + kind + b"Vnumel\ntR.")
+    assert_passed_over(root, INDEX, "has no place in a checkpoint index")
 
 
 def test_dotted_names_lead_nowhere(root: Path) -> None:

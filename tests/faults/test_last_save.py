@@ -107,6 +107,14 @@ def test_patience_has_an_end_also_when_asked_to_stop(disk: Path) -> None:
         built.run()
 
 
+def test_what_another_try_would_not_mend_is_not_tried_again(disk: Path) -> None:
+    built, said = loop(disk, held_out=False, checkpoint={"wait_seconds": 3600})
+    after(built, STEPS, lambda: setattr(built.engine, "tensors", lambda: {"model.weight": "no tensor"}))
+    with pytest.raises(NotSaved, match="AttributeError: 'str' object has no attribute 'numel'; tried for 0 s"):
+        built.run()
+    assert saved(said) == [(STEPS, False)]
+
+
 def test_the_other_disk_takes_it_and_a_run_goes_on_from_there(disk: Path, tmp_path: Path) -> None:
     options = {"every": 2, "wait_seconds": 0, "fallback_dir": str(tmp_path / "other")}
     built, _ = loop(disk, held_out=False, checkpoint=options)
