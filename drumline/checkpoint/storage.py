@@ -89,11 +89,11 @@ ALLOWED = {(kind.__module__, kind.__name__): kind for kind in CLASSES}
 ALLOWED |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): get_layout}
 
 
-def _memory_format(kind: type, name: str) -> Any:
+def _memory_format(kind: Any, name: str) -> Any:
     """What Python 3.11.0 to 3.11.3 pickle as `getattr(MEM_FORMAT_ENCODING, name)`; nothing else is got by it."""
     if kind is not MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError("getattr has no place in a checkpoint index but for a memory format")
-    return MEM_FORMAT_ENCODING[name]
+    return kind[name]
 
 
 ALLOWED["builtins", "getattr"] = _memory_format
