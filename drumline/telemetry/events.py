@@ -250,6 +250,8 @@ class RunEnd(Event, kind="run_end"):
     status: str  # finished, preempted, stopped or failed
     exit_code: int  # see errors.py
     step: int  # the last one done
+    why: str | None = None  # it finished before its last step (eval.patience)
+    kwh: Number = None  # that the devices took, of this process's start on; null where no counter can be read
     goodput: dict[str, float]  # seconds of this process by purpose: {elapsed, productive, startup, save, restore, recompute, eval, other}
 
 

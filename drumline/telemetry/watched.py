@@ -1,8 +1,32 @@
-"""Events of what is watched while a run goes on: hangs, slow ranks, losses that jump, weights that differ."""
+"""Events of what is watched while a run goes on: what it writes, its devices; hangs, slow ranks, losses that jump, weights that differ."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from drumline.telemetry.events import Event, Number
+
+
+class Samples(Event, kind="samples"):
+    """What the weights write on fixed held-out prompts, greedily (`eval.samples`). The texts are strangers': escape them."""
+
+    step: int  # steps done before it
+    when: str  # before (step 0), during, or after the last step
+    # Each has `set` (name of the evaluation set, or ""), `prompt`, `text` (special tokens left out), `answer` (what the row has; null
+    # where it has none), `ended` (false: cut at the most new tokens) and `tokens` (how many were written). The same prompts, in the same
+    # order, each time.
+    samples: list[dict[str, Any]]
+    seconds: float  # it took
+
+
+class Devices(Event, kind="devices"):
+    """The device of each rank at a logged step, at most every ten seconds, and once at the end. Null: not known."""
+
+    step: int  # steps done before it
+    # By rank: `utilisation` (percent), `celsius`, `watts`, `sm_mhz`, `memory_mhz` of its GPU, and `joules` that this has taken since the
+    # process began. On a CPU `joules` of the host's packages alone, on the first rank of each host.
+    ranks: list[dict[str, Number]]
+    kwh: Number  # of all these joules; null where no counter can be read
 
 
 class Spike(Event, kind="spike"):
