@@ -28,6 +28,14 @@ def test_the_table_fits_the_terminal_and_cuts_no_word(run: Run, columns: int) ->
     assert "id: meta-llama/Llama-3.1-8B" in acted_on and "strategy:" in acted_on and "micro_batch:" in acted_on
 
 
+def test_long_names_take_two_lines_and_a_strategy_that_is_out_is_said_first(run: Run) -> None:
+    args = ["plan", "--model", "llama-3.1-8b", "--cluster", "8xh100-80g", "--length", "4096", "strategy={kind: fsdp2, ep: 4}"]
+    code, out, _ = run(*args, columns=80)
+    assert code == 0 and "…" not in out.replace("memory_gb=…", "") and max(map(len, out.splitlines())) <= 80
+    assert out.index("as the config has it, is out: ep × the model: it has no experts") < out.index("tokens/s")
+    assert re.search(r"^3  \S.*\d+%", out, re.M)
+
+
 @pytest.mark.slow
 def test_top(run: Run) -> None:
     for flags in ([], ["--all"]):

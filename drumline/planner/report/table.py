@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -73,6 +73,10 @@ def show(
 def show_short(answer: Answer, console: Console, adapted: Sequence[Adapted], *, top: int, tokens: float | None = None) -> None:
     """A screen of an answer: the question, full, LoRA and QLoRA, the first few plans, and remarks."""
     show_headline(answer.question, console)
+    given = answer.question.config.strategy
+    for each in answer.refused:
+        if each.name == given.names(answer.question.cluster.world_size).family:
+            console.print(f"{each.name}, as the config has it, is out: {each.reason}\n", style="yellow", markup=False)
     show_adapted(adapted, console, tokens)
     names: Columns = {"#": [str(1 + number) for number in range(len(answer.ranked[:top]))]}
     names["strategy"] = [c.name for c in answer.ranked[:top]]
@@ -203,7 +207,9 @@ def _fits(table: Table, console: Console) -> bool:
 def _table(columns: Columns, title: str | None = None, styles: Mapping[str, str] | None = None) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
     for head in columns:
-        table.add_column(head, justify="left" if head in TEXT_COLUMNS else "right", no_wrap=True, style=(styles or {}).get(head, ""))
+        # Where the terminal is too narrow, names take two lines, and each number is whole.
+        justify: JustifyMethod = "left" if head in TEXT_COLUMNS else "right"
+        table.add_column(head, justify=justify, no_wrap=head != "strategy", style=(styles or {}).get(head, ""))
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)
     return table
