@@ -10,6 +10,10 @@ drumline.errors                                          all that these raise on
 
 import sys
 
+if sys.platform == "win32":  # before whatever Windows lacks (fcntl, resource, signals) is imported
+    print("error: Drumline does not run on Windows itself — install it in WSL 2: `wsl --install`, then pip there", file=sys.stderr)
+    raise SystemExit(2)
+
 # `python -m drumline…`, also under torchrun and for ranks: Python has put the current folder before everything, so that a statistics.py
 # in it would run in the place of Python's own. sys.argv begins with -m only as long as the module to be run is looked for.
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:

@@ -18,7 +18,6 @@ from drumline.foreign import first_line
 app = typer.Typer(
     name="drumline",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="One YAML and one command train a model on however many devices there are.",
 )
@@ -36,7 +35,18 @@ TRUSTED = ["model.trust_remote_code=true"]
 ConfigFile = Annotated[
     Path, typer.Argument(parser=_path, metavar="CONFIG.yaml", help="The config of the run; `drumline schema` describes its keys.")
 ]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that override the YAML: optimizer.lr=1e-4")]
+
+
+def _keys(incomplete: str) -> list[str]:
+    from drumline.core.complete import keys
+
+    return keys(incomplete)
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Keys that override the YAML: optimizer.lr=1e-4", autocompletion=_keys),
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -374,7 +384,7 @@ def _run(arguments: list[str], speaks: bool) -> None:
 def _bare_resume(arguments: list[str]) -> list[str]:
     """`--resume` needs no path, but typer's options always take a value: insert the value `newest`."""
     out = []
-    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+    for argument, following in zip(arguments, [*arguments, "--"][1:], strict=True):
         out.append(argument)
         if argument == "--resume" and (following.startswith("-") or "=" in following or following.endswith((".yaml", ".yml"))):
             out.append("newest")

@@ -36,7 +36,7 @@ class Staging:
             self._take(parts)
         staged = {}
         for name, tensor in tensors.items():
-            buffer = self.buffers[name].copy_(parts[name], non_blocking=True)
+            buffer = self.buffers[name].copy_(parts[name], non_blocking=parts[name].is_cuda)
             # Not DTensor.from_local, which would move the copy back to the mesh's device.
             staged[name] = DTensor(buffer, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else buffer
         if any(tensor.is_cuda for tensor in tensors.values()):

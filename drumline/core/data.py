@@ -74,7 +74,7 @@ class FileSource(SourceSpec):
 
 class HubSource(SourceSpec):
     kind: Literal["hub"] = "hub"
-    id: PathText = Field(description="A `datasets` hub id.")
+    id: PathText = Field(description="A `datasets` hub id, or `modelscope:OWNER/NAME`.")
     name: PathText | None = Field(None, description="The subset (configuration) of the dataset.")
     split: str = Field("train", description="Split expression.")
     revision: PathText | None = Field(None, description="Branch, tag or commit.")

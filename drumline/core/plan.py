@@ -111,6 +111,11 @@ class Layout(Frozen):
         return self.config.strategy
 
     @property
+    def place(self) -> str:
+        """torch's name for the kind of device that ranks compute on."""
+        return "mps" if self.config.run.device == "mps" else self.device
+
+    @property
     def stream_parts(self) -> int:
         """See StrategySpec.stream_parts."""
         return self.strategy.stream_parts(self.mesh)

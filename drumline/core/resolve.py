@@ -123,10 +123,17 @@ def deepspeed_of(layout: Layout, facts: ModelFacts | None, run_dir: str) -> dict
 
 
 def device_of(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:
-    """The device that the run computes on. Raises PlanError where the machine has none."""
+    """The device that the run is planned for. MPS is planned as a CPU, whose memory it shares (Layout.place). Raises PlanError where the
+    machine has none."""
     wanted = config.run.device
     if wanted == "cuda" and machine.device != "cuda":
         raise PlanError("run.device is cuda but no GPU was found", where="run.device", fix="use run.device=cpu or auto")
+    if wanted == "mps":
+        if not machine.mps:
+            raise PlanError(
+                "run.device is mps, and this is no Mac with Apple silicon", where="run.device", fix="use run.device=cpu or auto"
+            )
+        return "cpu"
     return machine.device if wanted == "auto" else wanted
 
 

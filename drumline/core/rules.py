@@ -29,10 +29,22 @@ NO_PACKS = Refusal("packing × the model", "", "set data.packing: false for this
 
 def check_rules(case: Case) -> None:
     """Raises PlanError by the first rule that refuses: those for all strategies, then the strategy's own."""
-    common = (_images, _adapters, _model, _memory, _speed, _batch_norm, _tensor_parallel, _sequence_parallel, _context_parallel)
+    common = (_mps, _images, _adapters, _model, _memory, _speed, _batch_norm, _tensor_parallel, _sequence_parallel, _context_parallel)
     for rules in (*common, _zero_bubble, _health, _expert_parallel, optimizer.refusals, case.strategy.refusals):
         for refusal in rules(case):
             raise refusal.error()
+
+
+def _mps(case: Case) -> Iterator[Refusal]:
+    config = case.config
+    if config.run.device != "mps":
+        return
+    if case.mesh.world_size > 1 or not (case.strategy.one_process and case.strategy.in_step):
+        reason = "Apple's GPU has no collectives, and one process has all of it"
+        yield Refusal("mps × several processes", reason, "use --nproc 1 strategy=single, or run.device=cpu", "run.device")
+    if not config.algorithm.sees_images or case.precision != "fp32" or packed_bits(config):
+        reason = "it is written for sft and pretrain in fp32"  # the sums of others are in fp64 on the device, and it has none
+        yield Refusal("mps × what it has not been written for", reason, "use precision=fp32, or run.device=cpu", "run.device")
 
 
 def _images(case: Case) -> Iterator[Refusal]:

@@ -79,7 +79,9 @@ class RunConfig(Section):
     epochs: Rate = Field(1.0, description="Passes over the training samples.")
     seed: int = Field(0, ge=0, le=MOST_SEED, description="Determines the order of samples, dropout and random weights.")
     deterministic: bool = Field(False, description="Deterministic kernels only (cuDNN and algorithms); slower on GPUs.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if there are any, else the CPU.")
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field(
+        "auto", description="auto: NVIDIA's or AMD's GPUs if there are any, else the CPU. mps: Apple's GPU, one process (experimental)."
+    )
     log_every: Steps = Field(1, description="Write a step event every N steps.")
     profile: ProfileConfig | None = Field(None, description="Trace a few steps; null: none. Changes no number.")
     callbacks: tuple[PathText, ...] = Field((), description="Your classes called after each step, save and evaluation: file.py:Name.")

@@ -46,9 +46,9 @@ class Batch:
     def to(self, device: torch.device | str) -> Self:
         """The batch on `device`; copies do not block the host."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        if torch.device(device).type == "cuda":
+        if on_gpu := torch.device(device).type == "cuda":
             tensors = {name: value if value.is_cuda else value.pin_memory() for name, value in tensors.items()}
-        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
+        moved: dict[str, Any] = {name: value.to(device, non_blocking=on_gpu) for name, value in tensors.items()}
         moved |= {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Batch)}
         return replace(self, **moved)
 

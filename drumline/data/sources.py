@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from drumline.core import mirror
 from drumline.core.data import TEXT_FORMS, Columns, DigitsSource, FileSource, Forms, HubSource, SavedSource, Source, TasksSource
 from drumline.data.files import Raw, TableRow, find, read_digits, read_file, read_tasks
 from drumline.data.formats import nearest_format, shaped
@@ -269,6 +270,8 @@ def call_hub(source: HubSource, function: str, **arguments: Any) -> Any:
     import huggingface_hub.constants as hub
 
     where = describe(source)
+    if source.id.startswith(mirror.PREFIX):
+        source = source.model_copy(update={"id": mirror.fetched(source.id, source.revision, "dataset", DataError, where), "revision": None})
     if not (hub.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE or urllib.request.getproxies()):  # a proxy resolves names for us
         try:
             socket.getaddrinfo(urlparse(hub.ENDPOINT).hostname, 443)
@@ -281,7 +284,7 @@ def call_hub(source: HubSource, function: str, **arguments: Any) -> Any:
         fix = "check the id; for a private or gated dataset accept its terms and run `hf auth login`"
         raise DataError(f"the hub dataset cannot be had: {first_line(error)}", where=where, fix=fix) from error
     except (ConnectionError, TimeoutError) as error:
-        fix = "check the id and the connection, or use a local copy: kind: file or saved"
+        fix = f"check the id and the connection, or use a local copy: kind: file or saved; in China {mirror.MIRRORS}"
         state = "this machine is offline and the dataset is not in its cache" if offline else first_line(error)
         raise DataError(f"the hub dataset cannot be reached: {state}", where=where, fix=fix) from error
     except Exception as error:  # data files of strangers fail in any way (their parsers, their columns, their splits)

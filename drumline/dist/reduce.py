@@ -10,9 +10,19 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
+def exact_on(device: str | torch.device) -> str | torch.device:
+    """Where numbers in fp64 lie that come from `device`: there, or on the host where it has none (MPS)."""
+    return "cpu" if torch.device(device).type == "mps" else device
+
+
+def exact(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in fp64, see `exact_on`."""
+    return (tensor.cpu() if tensor.is_mps else tensor).double()
+
+
 def sum_over_ranks(values: list[float], device: str) -> list[float]:
     """Element-wise sum over all ranks; without a process group the values themselves."""
-    return add_up(torch.tensor(values, dtype=torch.float64, device=device)).tolist()
+    return add_up(torch.tensor(values, dtype=torch.float64, device=exact_on(device))).tolist()
 
 
 def add_up(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,10 +47,11 @@ class Gather:
     def __init__(self, rank: int, world_size: int, device: str, counts: bool = True) -> None:
         """`counts` False: another rank has the same samples, and gives their sums."""
         self.rank, self.world_size, self.device, self.counts = rank, world_size, device, counts
+        self.exact_on = exact_on(device)
 
     def __call__(self, sums: dict[str, float], *per_rank: float) -> tuple[dict[str, float], list[list[float]]]:
         """As `Gathered.read` gives them, at once."""
-        values = torch.tensor([*sums.values()], dtype=torch.float64, device=self.device)
+        values = torch.tensor([*sums.values()], dtype=torch.float64, device=self.exact_on)
         return self.start(dict(zip(sums, values, strict=True)), *per_rank).read()
 
     def start(self, sums: dict[str, torch.Tensor], *per_rank: float) -> Gathered:
@@ -48,8 +59,8 @@ class Gather:
         names, largest = list(sums), [key for key in sums if key.startswith("max_")]
         slots = torch.zeros(len(largest) + len(per_rank), self.world_size, dtype=torch.float64)
         slots[len(largest) :, self.rank] = torch.tensor(per_rank, dtype=torch.float64)
-        on_gpu = self.device != "cpu"
-        slots = (slots.pin_memory() if on_gpu else slots).to(self.device, non_blocking=True)
+        on_gpu = self.exact_on != "cpu"
+        slots = (slots.pin_memory() if on_gpu else slots).to(self.exact_on, non_blocking=True)
         values = torch.stack([*sums.values()]) if sums else slots.new_zeros(0)
         if largest:
             slots[: len(largest), self.rank] = torch.stack([sums[key] for key in largest])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ class Machine:
     memory_bytes: int
     device: Literal["cpu", "cuda"]
     bf16: bool
+    mps: bool = False  # Apple silicon, whose GPU shares this memory
 
     def without_devices(self) -> Machine:
         """The same host for a run that computes on its processor."""
@@ -43,7 +45,11 @@ def detect() -> Machine:
     groups = Groups.of_this_process()
     cores = min(usable_cores(), groups.cores())
     memory = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), groups.memory_bytes())
-    return Machine(devices, max(1, math.ceil(cores)), int(memory), "cuda" if devices else "cpu", bf16)
+    return Machine(devices, max(1, math.ceil(cores)), int(memory), "cuda" if devices else "cpu", bf16, apple_silicon())
+
+
+def apple_silicon() -> bool:
+    return sys.platform == "darwin" and os.uname().machine == "arm64"
 
 
 def usable_cores() -> int:

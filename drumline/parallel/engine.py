@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
+from drumline.dist.reduce import exact
 from drumline.telemetry.memory_tracker import MemoryStats
 
 Sums = dict[str, float]
@@ -124,7 +125,7 @@ def added(outs: list[dict[str, torch.Tensor]]) -> DeviceSums:
     """Sums over micro-batches (of a key `max_…` the largest). Each of `outs` has the same keys."""
     if not outs:
         return {}
-    stacked = torch.stack([torch.stack([out[key].detach().double() for key in out]) for out in outs])
+    stacked = torch.stack([torch.stack([exact(out[key].detach()) for key in out]) for out in outs])
     columns = zip(outs[0], stacked.sum(0).unbind(), stacked.amax(0).unbind(), strict=True)
     return {key: largest if key.startswith("max_") else whole for key, whole, largest in columns}
 

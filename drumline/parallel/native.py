@@ -149,7 +149,7 @@ class ForwardEngine:
     def __init__(self, plan: Plan, model: nn.Module, spread: Spread, around: Around = contextlib.nullcontext) -> None:
         """`around`: a context that each forward (and its backward) runs in."""
         self.model, self.spread, self.around = model, spread, around
-        self.device = plan.device
+        self.device = plan.place
         # FSDP2 casts weights as it gathers them; elsewhere autocast does it op by op.
         casts = plan.pure or (isinstance(spread, Sharded) and spread.casts)
         self.autocast_dtype = None if casts else LOW_PRECISION.get(plan.precision)

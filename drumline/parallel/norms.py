@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from drumline.dist.reduce import exact, exact_on
 from drumline.vendor.torch import foreach_mul_, foreach_norm
 
 # As torch.amp.GradScaler: doubled after so many steps without an overflow, halved at one.
@@ -35,15 +36,15 @@ def add_squares(found: Squares, gradients: list[torch.Tensor]) -> None:
         by_place.setdefault(spread_over(gradient), []).append(local(gradient))
     for groups, parts in by_place.items():
         here = [part for part in parts if part.numel()]  # a rank may hold none: a head of one row has one shard
-        squares = torch.stack(foreach_norm(here, 2.0, dtype=torch.float32)).double().square().sum() if here else 0.0
-        found[groups] = found.get(groups, torch.zeros((), device=parts[0].device, dtype=torch.float64)) + squares
+        squares = exact(torch.stack(foreach_norm(here, 2.0, dtype=torch.float32))).square().sum() if here else 0.0
+        found[groups] = found.get(groups, torch.zeros((), device=exact_on(parts[0].device), dtype=torch.float64)) + squares
 
 
 def total_norm(found: Squares, device: str | torch.device, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The norm that squares make over all ranks, which have the same places; see global_norm."""
-    total = torch.zeros((), device=device, dtype=torch.float64)
+    total = torch.zeros((), device=exact_on(device), dtype=torch.float64)
     for groups, here in found.items():
-        squares = here.to(device)
+        squares = here.to(total.device)
         for over in groups:
             dist.all_reduce(squares, group=over)
         total += squares

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from drumline.core import mirror
 from drumline.core.cluster import cluster_from_string
 from drumline.core.config import Config
 from drumline.core.load import Loaded, load_text, reader
@@ -183,7 +184,7 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
         fix = f"write model: {{kind: {name}}} and algorithm: {{kind: python}} into a YAML, name a strategy and train"
         raise ModelError(f"{name} is a function of {package_of(entry_points('models')[name])}, of which nothing can be planned", fix=fix)
     known = shapes.find(name)
-    local = name.startswith((PREFIX, "/", ".", "~")) or name.count("/") > 1 or Path(name).exists()
+    local = name.startswith((PREFIX, mirror.PREFIX, "/", ".", "~")) or name.count("/") > 1 or Path(name).exists()
     if weights or local or known is None:
         try:
             path = resolve(model, on_progress)

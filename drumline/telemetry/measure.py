@@ -108,7 +108,7 @@ class Measure:
             self.stats = self.memory_stats()._asdict()  # at the end of backward
         if self.plan.device == "cuda" and phase is None:  # what came between steps is none of theirs: loading, evaluation, rollouts
             torch.cuda.reset_peak_memory_stats()
-        if counts and self.plan.device == "cpu":
+        if counts and self.plan.place == "cpu":
             self._tracker = self._tracker or LiveBytes()
             self._tracker.phase = phase
         with self.traffic.watch(step), self._tracker or contextlib.nullcontext():

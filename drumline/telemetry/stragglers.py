@@ -24,7 +24,7 @@ class Stragglers:
     def __init__(self, gather: Gather, emit: Emit, ratio: float) -> None:
         """`ratio`: of the median rank's seconds. Collective."""
         self.emit, self.ratio = emit, ratio
-        device = torch.cuda.get_device_name(gather.device) if gather.device != "cpu" else "cpu"
+        device = torch.cuda.get_device_name(gather.device) if gather.exact_on != "cpu" else "cpu"
         self.places = from_all((socket.gethostname(), f"{gather.device} {device}" if device != "cpu" else device))
         self.own: list[list[float]] = []
         self.steps: list[tuple[float, int]] = []  # seconds, tokens of all ranks

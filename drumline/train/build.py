@@ -57,7 +57,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
     if config.run.deterministic:
         deterministic()
     set_kernels(plan)
-    device = f"cuda:{gpu(ranks)}" if plan.device == "cuda" else "cpu"
+    device = f"cuda:{gpu(ranks)}" if plan.device == "cuda" else plan.place
     verification = _verification(plan, ranks)
     start, began = None, time.time()
     memory = memory_of(plan, resume == "newest") if plan.saves else None

