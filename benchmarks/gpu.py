@@ -1,4 +1,4 @@
-"""What the first minutes on a GPU are for, in parts that stop themselves after nine: `make gpu PART=tests|memory|speed`.
+"""What the first minutes on a GPU are for, in parts that stop themselves after nine: `make gpu PART=tests|memory|speed|kernels|rl`.
 
     PYTHONPATH=. python benchmarks/gpu.py PART --out FILE.json
 
@@ -39,6 +39,10 @@ def commands(part: str) -> dict[str, list[str]]:
         return {**losses, **sft("packed run", "tiny", "--packed", alone=True), **(others if CUDA else {})}
     if part == "memory":
         return {"memory sweep": [PYTHON, "benchmarks/gpu_memory_sweep.py"]} if CUDA else {"losses' memory": small_losses()}
+    if part == "kernels":
+        return kernels()
+    if part == "rl":
+        return {name: reinforced(name) for name in ("grpo", "ppo", "dpo")}
     calibrate = {"calibrate": [PYTHON, "-m", "drumline", "calibrate", "--quick"]}
     if not CUDA:
         return {**sft("tiny packed LoRA", "tiny", "--packed", "--lora", alone=True), "losses": small_losses()}
@@ -49,6 +53,24 @@ def commands(part: str) -> dict[str, list[str]]:
         for way, options in ways.items():
             matches |= sft(f"{shape} {way}", shape, *options, *(["--checkpointing"] if shape == "8b" else []))
     return {**calibrate, **matches, **planner, "losses": [PYTHON, "benchmarks/chunked_cross_entropy.py"]}
+
+
+def kernels() -> dict[str, list[str]]:
+    """Each kernel's values, then attention by documents against the mask, and one shape with each of the others."""
+    values = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "tests/gpu/test_kernels.py", "tests/gpu/test_attention.py"]
+    attention = [PYTHON, "benchmarks/packed_attention.py", *(["--length", "4096"] if CUDA else ["--smoke"]), "--model", "tiny"]
+    made = {"values": values} | {"attention by documents": attention} if CUDA else {"attention by documents": attention}
+    options = {"plain": [], "fp8": ["precision=fp8"], "liger": ["model.kernels=liger"], "compiled": ["compile.enabled=true"]}
+    for name, keys in (options if CUDA else {"plain": []}).items():
+        made |= sft(f"1b {name}", "1b" if CUDA else "tiny", *(f"--set={key}" for key in keys), alone=True)
+    return made
+
+
+def reinforced(algorithm: str) -> list[str]:
+    """One round of an algorithm against its peer."""
+    size = ["--shape", "1b", "--steps", "4"] if CUDA else ["--smoke"]
+    contenders = "drumline,bare" if algorithm == "ppo" else "drumline,trl" if find_spec("trl") else "drumline"
+    return [PYTHON, "benchmarks/rl_vs_peers.py", "--algorithm", algorithm, "--rounds", "1", "--contenders", contenders, *size]
 
 
 def sft(name: str, shape: str, *options: str, alone: bool = False) -> dict[str, list[str]]:
@@ -67,7 +89,7 @@ def small_losses() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("tests", "memory", "speed"))
+    parser.add_argument("part", choices=("tests", "memory", "speed", "kernels", "rl"))
     parser.add_argument("--out", type=Path, required=True, help="the figures as JSON, written anew after each command")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="the part stops itself after this long")
     parser.add_argument("--only", default="", help="only commands with this in their names")

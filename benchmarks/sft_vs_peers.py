@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: bf16 on a GPU, fp32 on a CPU")
     parser.add_argument("--checkpointing", action="store_true", help="full activation checkpointing, in all three")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of Drumline's YAML, for it alone")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = common.parse(parser, shape="tiny", contenders="drumline,bare", steps=3, rounds=1)
@@ -128,7 +129,7 @@ def _ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
 def _configuration(options: argparse.Namespace, work: Path) -> Any:
     import yaml
 
-    from drumline.core.load import load
+    from drumline.core.load import lay_over, load
 
     rows = options.micro_batch * options.steps
     words = ["every", "rank", "keeps", "in", "step", "with", "the", "drum", "and", "no", "token", "is", "counted", "twice"]
@@ -156,6 +157,8 @@ def _configuration(options: argparse.Namespace, work: Path) -> Any:
         byte_pairs(SHAPES[options.shape]["vocab_size"]).save_pretrained(work / "tokenizer")
         config["model"] = {"id": None, "config": SHAPES[options.shape], "tokenizer": str(work / "tokenizer")}
     path = work / "bench.yaml"
+    for override in options.set:
+        lay_over(config, override)
     path.write_text(yaml.safe_dump(config))
     return load(path, [])
 

@@ -17,7 +17,11 @@ pytestmark = pytest.mark.slow
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU a part takes nine minutes: `make gpu`")
 
-PARTS = [("tests", "losses"), *(pytest.param(*part, marks=pytest.mark.full) for part in (("memory", "losses"), ("speed", "SFT")))]
+MORE = (("memory", "losses"), ("speed", "SFT"), ("kernels", ""), ("rl", "ppo"))
+PARTS = [("tests", "losses"), *(pytest.param(*part, marks=pytest.mark.full) for part in MORE)]
+    ("tests", "losses"),
+    *(pytest.param(*part, marks=pytest.mark.full) for part in (("memory", "losses"), ("speed", "SFT"), ("kernels", ""), ("rl", "ppo"))),
+]
 
 
 @NO_GPU
@@ -27,7 +31,7 @@ def test_a_part_runs(part: str, only: str, tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/gpu.py", part, "--out", str(out), "--only", only]
     ended = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=500)
     figures = json.loads(out.read_text())
-    assert [row["end"] for row in figures["runs"]] == ["0"] and ended.returncode == 0, json.dumps(figures["runs"]) + ended.stderr
+    assert {row["end"] for row in figures["runs"]} == {"0"} and ended.returncode == 0, json.dumps(figures["runs"]) + ended.stderr
     assert figures["device"] == "cpu" and torch.__version__.startswith(figures["versions"]["torch"])
     assert ("attention" in figures) == (part == "tests")
 
@@ -40,6 +44,6 @@ def test_a_command_ends_with_its_time() -> None:
 def test_every_command_names_a_file_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for cuda in (False, True):
         monkeypatch.setattr(gpu, "CUDA", cuda)
-        for part in ("tests", "memory", "speed"):
+        for part in ("tests", "memory", "speed", "kernels", "rl"):
             words = [word for command in gpu.commands(part).values() for word in command if word.endswith(".py")]
             assert words and all((ROOT / word).is_file() for word in words)
