@@ -19,9 +19,6 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU a part t
 
 MORE = (("memory", "losses"), ("speed", "SFT"), ("kernels", ""), ("rl", "ppo"))
 PARTS = [("tests", "losses"), *(pytest.param(*part, marks=pytest.mark.full) for part in MORE)]
-    ("tests", "losses"),
-    *(pytest.param(*part, marks=pytest.mark.full) for part in (("memory", "losses"), ("speed", "SFT"), ("kernels", ""), ("rl", "ppo"))),
-]
 
 
 @NO_GPU
