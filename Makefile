@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install -qq --disable-pip-version-check
 
-.PHONY: demo test test-fast test-full test-oldest mutations lint setup setup-dev clean
+.PHONY: demo test test-fast test-full test-oldest mutations docs lint setup setup-dev clean
 
 # Torch first and by its exact version: a range may bring a CUDA build with gigabytes of packages.
 $(BIN)/.base: constraints.txt pyproject.toml
@@ -47,6 +47,10 @@ test-oldest: $(OLDEST)/.done
 # Twenty mistakes of one line, each in a copy of the tree: the tests named for it must fail.
 mutations: setup-dev
 	$(BIN)/python -m tests.mutations
+
+# The pages of docs/ as a site in build/site, which opens without a network.
+docs: setup-dev
+	$(BIN)/python scripts/docs_site.py
 
 # On a machine that has torch and no network: `scripts/gpu_wheels.sh` elsewhere, then `make gpu PART=tests` here, with the folder beside it.
 GPU_WHEELS ?= .whl

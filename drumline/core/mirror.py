@@ -17,7 +17,7 @@ def fetched(name: str, revision: str | None, kind: Literal["model", "dataset"], 
     try:
         from modelscope.hub.snapshot_download import dataset_snapshot_download, snapshot_download
     except ImportError:
-        raise error("the package modelscope is not installed", where=where, fix="pip install 'drumline[modelscope]'") from None
+        raise error("the package modelscope is not installed", where=where, fix="pip install modelscope") from None
     fetch = snapshot_download if kind == "model" else dataset_snapshot_download
     try:
         return str(fetch(name.removeprefix(PREFIX), revision=revision))

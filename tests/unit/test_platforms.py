@@ -30,17 +30,28 @@ for name in ("sched_getaffinity", "posix_fallocate", "posix_fadvise", "memfd_cre
         delattr(os, name)
 sys.platform = "darwin"
 
-def refuse(event, arguments):
-    path = str(arguments[0]) if event in ("open", "os.listdir", "os.scandir", "os.mkdir") and arguments else ""
-    if path.startswith(("/proc", "/sys", "/dev/shm")):
-        frame = sys._getframe(1)
-        while frame is not None and "/drumline/" not in frame.f_code.co_filename:
-            if "/psutil/" in frame.f_code.co_filename:
-                return
-            frame = frame.f_back
-        if frame is not None:
-            raise FileNotFoundError(2, "no such file on macOS", path)
+def hidden(path):
+    # whether one of drumline's own modules asks for a path that macOS has not
+    frame = sys._getframe(1)
+    if not str(path).startswith(("/proc", "/sys", "/dev/shm")):
+        return False
+    while frame is not None and "/drumline/" not in frame.f_code.co_filename:
+        if "/psutil/" in frame.f_code.co_filename:
+            return False
+        frame = frame.f_back
+    return frame is not None
 
+def refuse(event, arguments):
+    if event in ("open", "os.listdir", "os.scandir", "os.mkdir") and arguments and hidden(arguments[0]):
+        raise FileNotFoundError(2, "no such file on macOS", str(arguments[0]))
+
+def stat(path, *more, really=os.stat, **options):
+    if hidden(path):
+        raise FileNotFoundError(2, "no such file on macOS", str(path))
+    return really(path, *more, **options)
+
+os.stat = stat
+os.access = lambda path, mode, really=os.access, **options: not hidden(path) and really(path, mode, **options)
 sys.addaudithook(refuse)
 """
 

@@ -1,0 +1,107 @@
+"""The commands of README and docs are run in their order, page by page, on a tiny model: all that a machine without GPUs, clusters and
+networks can run. Those that it cannot are parsed (tests/unit/test_docs_commands.py), and listed here with the reason."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands import PAGES, commands
+from tests.harness import ENV, chat_rows, write_config, write_rows
+from tests.tiny import tiny_model_dir
+
+# Beginning of a command → why it is not run here, or what runs it.
+NOT_HERE = {
+    "make ": "CI runs `make test`; `make demo` downloads what it trains",
+    "pip install": "changes the environment; tests/configs/test_package.py installs a wheel",
+    "python -m build": "tests/configs/test_package.py",
+    "python benchmarks/": "takes minutes; tests/unit/test_benchmarks.py runs each at its smallest size",
+    "python -m tests.faults.chaos --hosts": "takes root and minutes; tests/hosts/test_chaos.py",
+    "python mine.py": "a script of the user's; tests/distributed/test_session_parity.py",
+    "drumline launch mine.py": "the same",
+    "docker ": "no Docker; tests/unit/test_dockerfile.py reads its file",
+    "export ": "sets a variable of the shell",
+    "source ": "enters a virtual environment",
+    "dmesg ": "the kernel's log is not for everyone; tests/unit/test_doctor.py reads standard input",
+    "torchrun ": "several hosts, or the test that RUN_BY names; tests/unit/test_launcher_pages.py",
+    "python -m torch.distributed.launch": "the same",
+    "deepspeed ": "the same",
+    "accelerate ": "the same",
+    "mpirun ": "the same",
+    "srun ": "needs Slurm; tests/slurm",
+    "python scripts/run_distributed.py": "starts torchrun; tests/distributed/test_launch_lines.py",
+    "drumline train mine.yaml run.device=mps": "needs a Mac",
+    "drumline eval mine.yaml --lm-eval": "downloads its questions; tests/distributed/test_eval.py has a task of its own",
+    "drumline init mine.yaml": "asks questions; tests/unit/test_init.py answers",
+    "drumline calibrate": "takes minutes; tests/unit/test_calibrate.py",
+    "drumline plan mine.yaml --probe": "trains two layouts for minutes; tests/unit/test_probe.py",
+    "drumline doctor --bandwidth": "measures for minutes; tests/unit/test_doctor.py",
+}
+# Pages whose commands need hosts, a cluster or a store; the tests that run them are named in tests/unit/test_launcher_pages.py.
+ELSEWHERE = {"ssh", "slurm", "kubernetes", "ray", "slow_links"}
+# A code besides 0, by the beginning of the command: what a check of this machine finds is its answer.
+CODES = {"drumline doctor": (0, 1), "drumline verify": (0, 1)}
+STORE = "s3://"  # a store is not here; tests/faults/test_checkpoint_url.py
+NAMES = ("mine", "sft", "config", "CONFIG")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What pages take for granted: YAMLs of these names, rows, and a run that has ended."""
+    folder = tmp_path_factory.mktemp("docs")
+    text = write_config(folder, tiny_model_dir(folder / "model"), rows=24).read_text().replace(f"dir: {folder}/run", "dir: RUN")
+    for name in NAMES:
+        (folder / f"{name}.yaml").write_text(text.replace("RUN", f"runs/{name}"))
+    write_rows(folder / "rows.jsonl", chat_rows(24))
+    (folder / "train.log").write_text("OSError: [Errno 28] No space left on device\n")
+    (folder / "bin").mkdir()
+    for name, module in (("drumline", "drumline"), ("python", "")):
+        script = folder / "bin" / name
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {f"-m {module}" * bool(module)} "$@"\n')
+        script.chmod(0o755)
+    run(folder, "drumline train mine.yaml --nproc 2")
+    shutil.copytree(folder / "runs" / "mine", folder / "kept")
+    return folder
+
+
+def run(folder: Path, line: str) -> None:
+    env = {**ENV, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOME": str(folder), "XDG_CACHE_HOME": str(folder / ".cache")}
+    done = subprocess.run(["bash", "-c", line], cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+    codes = next((codes for begin, codes in CODES.items() if line.startswith(begin)), (0,))
+    assert done.returncode in codes, f"{line}: {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+    assert "Traceback" not in done.stderr, line
+
+
+def skipped(line: str) -> bool:
+    return STORE in line or any(line.startswith(begin) for begin in NOT_HERE)
+
+
+def test_what_is_not_run_is_on_a_page() -> None:
+    lines = [line for page in PAGES.values() for line in commands(page)]
+    assert not [begin for begin in NOT_HERE if not any(line.startswith(begin) for line in lines)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", sorted(set(PAGES) - ELSEWHERE))
+def test_commands_of_a_page(folder: Path, page: str) -> None:
+    lines = [line for line in commands(PAGES[page]) if not skipped(line)]
+    if not lines:
+        pytest.skip("no command of it runs here")
+    for line in lines:
+        line = line.replace("RUN", "runs/mine").replace("CONFIG.yaml", "mine.yaml").replace("--rank 3", "--rank 1")
+        words = shlex.split(line)
+        stem = next((Path(word).stem for word in words if word.endswith(".yaml") and Path(word).stem in NAMES), "mine")
+        for new in ("my-model", "new.yaml", "drumline.yaml"):
+            shutil.rmtree(folder / new, ignore_errors=True) if (folder / new).is_dir() else (folder / new).unlink(missing_ok=True)
+        shutil.rmtree(folder / "runs", ignore_errors=True)
+        if words[1] != "train" or "--resume" in words:
+            shutil.copytree(folder / "kept", folder / "runs" / "mine")
+        if "--resume" in words:
+            run(folder, f"drumline train {stem}.yaml run.steps=2 run.dir=runs/{stem} --allow all" if stem != "mine" else "true")
+        run(folder, line)
