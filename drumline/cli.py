@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from drumline import __version__, cli_runs
+from drumline import __version__, cli_report, cli_runs
 from drumline.cli_runs import path_of as _path
 from drumline.core.redact import redact
 from drumline.errors import DrumlineError, UserError
@@ -324,6 +324,7 @@ def schema() -> None:
 
 
 cli_runs.add(app)
+cli_report.add(app)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -16,7 +16,7 @@ from drumline.core.launcher import Launcher, LauncherSpec
 from drumline.core.model import Head, ModelConfig
 from drumline.core.optimizer import OptimizerConfig
 from drumline.core.registry import find, make
-from drumline.core.run import EvalConfig, HealthConfig, RunConfig
+from drumline.core.run import EvalConfig, HealthConfig, ReportConfig, RunConfig
 from drumline.core.section import (
     KIND_ALONE,
     MOST_SAMPLES,
@@ -268,6 +268,7 @@ class Config(Section):
     health: HealthConfig = Field(default_factory=HealthConfig)
     launch: Launcher = Field(default_factory=lambda: make(LauncherSpec, "local"))
     run: RunConfig = Field(default_factory=RunConfig)
+    report: ReportConfig = Field(default_factory=ReportConfig)
     cluster: Annotated[ClusterConfig | None, CLUSTER_ALONE] = Field(
         None, description="The devices to plan for, also as `2x8xh100-80g`; null: the devices of this machine."
     )

@@ -97,6 +97,7 @@ class Heart:
         self.board, self.place, self.at = board, place, place * SLOT
         self.ints, self.floats = board.ints, board.floats
         self.steps = 0
+        self.seconds, self.began = dict.fromkeys(PHASES, 0.0), time.monotonic()  # in each phase so far, and since when in this one
         self.before = "startup"  # the phase that a compilation came into
         self.answers: dict[str, Callable[[], Any]] = {}
         # Both before the watcher sees this rank, and removes the folder.
@@ -113,6 +114,8 @@ class Heart:
 
     def beat(self, phase: str) -> None:
         ints, floats, at, now = self.ints, self.floats, self.at, time.monotonic()
+        self.seconds[PHASES[ints[at + PHASE]]] += now - self.began
+        self.began = now
         was = at + LEARNED + ints[at + PHASE]
         if not ints[at + FREE] and (spent := now - floats[at + SINCE]) > floats[was]:
             floats[was] = spent
@@ -177,6 +180,11 @@ def alive() -> None:
     """The phase goes on: a part of it is done."""
     if _heart is not None:
         _heart.alive()
+
+
+def seconds() -> dict[str, float | None]:
+    """That this rank has spent in each phase that is over; None where nobody watches."""
+    return dict.fromkeys(PHASES) if _heart is None else {**_heart.seconds}
 
 
 def step(number: int, position: int, free: bool = False) -> None:

@@ -58,7 +58,17 @@ class Request:
 def load(path: Path, overrides: list[str], over: Sheet | None = None, trusted: bool = True) -> Loaded:
     """Read a YAML file, also another tool's (see `compat`), lay a launcher's strategy over it, and then dotted overrides. Not `trusted`:
     the file may be a stranger's run, so that an override alone can allow a model's own code (trust_remote_code). Raises ConfigError."""
-    return _loaded(drafted(read_text(path), str(path), path.parent, over), path, overrides, trusted, over is not None)
+    base = _base_of(path)
+    return _loaded(drafted(read_text(path), str(path), base, over), path, base, overrides, trusted, over is not None)
+
+
+def _base_of(path: Path) -> Path:
+    """What paths in a config are relative to: its folder; for the config.yaml of a run, that of the YAML which the run was started with."""
+    plan = path.with_name("plan.json")
+    if path.name == "config.yaml" and plan.is_file():
+        base = read_object(plan, ConfigError, "copy config.yaml to where the data are").get("base_dir")
+        return Path(base) if isinstance(base, str) else path.parent
+    return path.parent
 
 
 def load_values(values: Mapping[str, Any], overrides: list[str], over: Sheet | None = None, trusted: bool = True) -> Loaded:
@@ -70,7 +80,7 @@ def load_values(values: Mapping[str, Any], overrides: list[str], over: Sheet | N
         raise ConfigError(f"cannot be written as YAML: {first_line(error)}", where="config", fix=fix) from None
     draft = drafted(text, "config", Path(), over)
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "notebook").name  # it names the run folder where nobody does
-    return _loaded(replace(draft, lines={}), Path(script), overrides, trusted, over is not None)
+    return _loaded(replace(draft, lines={}), Path(script), Path(), overrides, trusted, over is not None)
 
 
 def reader(config: str | Path | Mapping[str, Any]) -> Callable[..., Loaded]:
@@ -89,14 +99,14 @@ def overrides_of(given: Overrides | None) -> list[str]:
     return made if isinstance(given, Mapping) else [*(given or ())]
 
 
-def _loaded(draft: Draft, path: Path, overrides: list[str], trusted: bool, laid_over: bool) -> Loaded:
-    config = validated(draft, overrides, trusted, path.parent)
-    update: dict[str, Any] = {"strategy": config.strategy.with_files(path.parent)}
+def _loaded(draft: Draft, path: Path, base: Path, overrides: list[str], trusted: bool, laid_over: bool) -> Loaded:
+    config = validated(draft, overrides, trusted, base)
+    update: dict[str, Any] = {"strategy": config.strategy.with_files(base)}
     for name, key in (("model", "chat_template"), ("cluster", "calibration")):
         if (file := getattr(section := getattr(config, name), key, None)) is not None:
             # Ranks read it from the plan, and no longer know where the YAML was.
-            update[name] = section.model_copy(update={key: str((path.parent / Path(file).expanduser()).absolute())})
-    return Loaded(config.model_copy(update=update), path, path.parent, tuple(draft.notes), draft.resume, draft.old or laid_over)
+            update[name] = section.model_copy(update={key: str((base / Path(file).expanduser()).absolute())})
+    return Loaded(config.model_copy(update=update), path, base, tuple(draft.notes), draft.resume, draft.old or laid_over)
 
 
 def load_text(text: str, overrides: list[str], name: str = "config") -> Config:

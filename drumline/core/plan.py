@@ -51,6 +51,7 @@ class DataPlan(Frozen):
     eval_cache: str | None = None
     train_samples: int = 0
     train_tokens: int = 0
+    train_learned: int | None = Field(None, description="Of these, the tokens in the loss; null in a plan of an older version.")
     eval_samples: int = 0
     images: int = Field(0, description="In the training samples.")
     image_tokens: int = Field(0, description="Of the training tokens, those that stand for images.")

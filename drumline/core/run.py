@@ -73,6 +73,10 @@ class ProfileConfig(Section):
     ranks: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] = Field((0,), min_length=1, description="Ranks that write one.")
 
 
+class ReportConfig(Section):
+    html: bool = Field(True, description="Write RUN/report.html at the end of the run: one page of some 5 MB that needs no network.")
+
+
 class RunConfig(Section):
     dir: LocalPath | None = Field(None, description="Run folder; null: runs/<name of the YAML>.")
     steps: Steps | None = Field(None, description="Optimizer steps; overrides epochs.")

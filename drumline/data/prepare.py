@@ -109,6 +109,7 @@ def _plan(tasks: list[_Task]) -> DataPlan:
         eval_cache=str(held_out.folder) if held_out else None,
         train_samples=len(train),
         train_tokens=int(train.lengths.sum()),
+        train_learned=int(train.learned.sum()),
         eval_samples=len(held_out) if held_out else 0,
         images=train.info.get("images", 0),
         image_tokens=train.info.get("patches", 0) // vision.merge**2 if vision else 0,

@@ -75,6 +75,7 @@ class RunStart(Event, kind="run_start"):
     resumed_from: str | None  # the argument of --resume; null for a fresh start
     plan_line: str  # the plan in words
     left_out: list[str]  # how many rows of the data were cut, dropped or skipped
+    environment: dict[str, str] = field(default_factory=dict)  # rank 0's host, system and devices, and the versions of what trains
 
 
 class Planned(Event, kind="planned"):

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import torch
 
+from drumline.core import heartbeat
 from drumline.core.estimate import Estimate
 from drumline.core.plan import Plan
 from drumline.core.rule import plain
@@ -194,6 +195,7 @@ class Measure:
             host=phases,
             ranks_per_host=max(map(len, hosts)),
             seconds=seconds,
+            phases={p: [round(s, 3) for s in ranks[f"in {p}"]] for p in heartbeat.PHASES if _known(ranks[f"in {p}"])},
             timed=len(self.seconds["total"]),
             traffic=sum(part * sent[kind] for kind, part in often.items()) if often.keys() <= sent.keys() else None,
             grows=not plain(self.plan.mesh),
@@ -210,6 +212,7 @@ class Measure:
             "width": self.width,
             # A GPU's step is still under way when it returns, so how long its optimizer takes is not seen.
             **{f"{name}_s": None if name == "optimizer" and self.plan.device == "cuda" else medians.get(name) for name in SECONDS},
+            **{f"in {phase}": spent for phase, spent in heartbeat.seconds().items()},
             "host": zlib.crc32(socket.gethostname().encode()),
             **{phase: bytes_ or None for phase, bytes_ in self.host.bytes_.items()},
         }

@@ -43,6 +43,11 @@ class Measurement(Frozen):
         description="Of a step, the slowest rank's median over the timed ones: total (without waiting for data), data, communication"
         " (waiting for other ranks, where it is measured), optimizer (on a CPU), counted (the one step under the tracker)."
     )
+    phases: dict[str, list[float]] = Field(
+        default_factory=dict,
+        description="Phase → seconds of each rank in it since the rank began, by the host's clock: on a GPU, whose work is queued, its time"
+        " is in the phase that waits for it. Empty where no launcher watches the ranks.",
+    )
     timed: int = Field(description="Steps that were timed: all but the first two and the counted one.")
     traffic: float | None = Field(description="Bytes that a rank sends in a step, mean over ranks and over the steps of a long run.")
     grows: bool = Field(False, description="What is sent grows with the tokens of a micro-batch.")

@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import platform
+import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from drumline import __version__
 from drumline.checkpoint.remote import Store, copy_run_files
 from drumline.core import heartbeat
 from drumline.core.explain import plan_line, strategy_name
@@ -108,7 +113,20 @@ def run_start(plan: Plan, resume: str | None) -> RunStart:
         resumed_from=resume,
         plan_line=plan_line(plan),
         left_out=list(plan.data.left_out) if plan.data else [],
+        environment=_environment(plan),
     )
+
+
+def _environment(plan: Plan) -> dict[str, str]:
+    import torch  # it is there by now
+
+    found = {"host": socket.gethostname(), "system": platform.platform(), "python": platform.python_version(), "cores": str(os.cpu_count())}
+    for name in ("torch", "transformers", "peft", "deepspeed"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    if plan.device == "cuda":
+        found |= {"device": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+    return {"drumline": __version__, **found}
 
 
 class Reporter:

@@ -1,0 +1,238 @@
+"""What a run folder tells: its plan, events and checkpoints, as plain values. Files may be damaged, of another version, or a stranger's: what
+is not what it should be is left out, and counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from drumline.core.files import UNFINISHED
+from drumline.core.redact import plain
+from drumline.errors import DrumlineError, UserError
+from drumline.foreign import read_object
+from drumline.telemetry import events
+from drumline.telemetry.truth import Comparison
+
+# Of a step, in the order of the page; what an algorithm has besides comes after the losses.
+RATES = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "tokens/s", "mfu": "model FLOPs utilisation"}
+NOT_CURVES = {"t", "step", "tokens", "samples", "samples_per_s", "seconds", "data_s", "compute_s", "comm_s", "sent_bytes", "epoch", *RATES}
+NOT_SCORES = {"t", "step", "samples", "seconds"}
+ROLLOUT = {"reward": "reward", "length": "tokens of a completion", "ended": "part of completions that ended"}
+APART = ("run.seed", "run.dir")  # runs that differ in these alone are repetitions
+Points = list[tuple[int, float]]
+
+
+def number(value: Any) -> float | None:
+    """A finite number, else None."""
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # no NaN passes, either
+    return float(value) if fits else None
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def numbers(value: Any) -> dict[str, float]:
+    """The finite numbers of a dictionary."""
+    return {str(key): found for key, each in mapping(value).items() if (found := number(each)) is not None}
+
+
+def flat(value: Any, place: str = "") -> dict[str, Any]:
+    """Dotted key → value, of dictionaries at any depth; a list is one value."""
+    if isinstance(value, dict) and value:
+        return {name: leaf for key, inner in value.items() for name, leaf in flat(inner, f"{place}.{key}" if place else str(key)).items()}
+    return {place: value}
+
+
+@dataclass
+class Attempt:
+    """One start of the ranks. Times in unix seconds."""
+
+    start: dict[str, Any]
+    events: list[dict[str, Any]] = field(default_factory=list)
+    end: dict[str, Any] | None = None  # its run_end
+    fault: dict[str, Any] | None = None  # as its launcher saw it
+
+    @property
+    def seconds(self) -> float:
+        times = [event["t"] for event in (self.start, *self.events)]
+        return max(times) - min(times)
+
+    @property
+    def steps(self) -> list[int]:
+        return [event["step"] for event in self.events if event["kind"] == "step"]
+
+    @property
+    def outcome(self) -> str:
+        """How it ended, in words."""
+        if self.fault is not None:
+            where = f" on {self.fault['host']}" if self.fault.get("host") else ""
+            return f"rank {self.fault.get('rank')}{where}: {self.fault.get('error')} → {self.fault.get('action')}"
+        if self.end is not None:
+            return str(self.end.get("status"))
+        return "no end was written: still running, or killed"
+
+
+class RunFacts:
+    """Of one run. Raises UserError where there is no run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.name = folder, folder.resolve().name
+        if not (folder / "events.jsonl").is_file() and not (folder / "plan.json").is_file():
+            fix = "name the folder of a run; `drumline ps` lists them"
+            raise UserError("is no run folder: there is neither events.jsonl nor plan.json", where=str(folder), fix=fix)
+        self.problems: list[str] = []
+        self.plan = self._object("plan.json")
+        self.config = flat(mapping(self.plan.get("config")))
+        found = events.read(folder / "events.jsonl")
+        self.events: list[dict[str, Any]] = [event.values() for event in found if number(event.t)]
+        if torn := self._lines() - len(self.events):
+            self.problems.append(f"{torn:,} of {torn + len(self.events):,} lines of events.jsonl could not be read and are left out")
+        if not (folder / "events.jsonl").is_file():
+            self.problems.append("there is no events.jsonl: the run never started, or the file was removed")
+        elif not self.of("step"):
+            self.problems.append("the run never finished a step")
+
+    def _object(self, name: str) -> dict[str, Any]:
+        try:
+            value: dict[str, Any] = plain(read_object(self.folder / name, UserError, numbers=False))
+        except DrumlineError as error:
+            self.problems.append(f"{name} is left out: {error.what}")
+            return {}
+        return value
+
+    def _lines(self) -> int:
+        path = self.folder / "events.jsonl"
+        if not path.is_file():
+            return 0
+        with path.open("rb") as file:
+            return sum(1 for line in file if line.strip())
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == kind]
+
+    def last(self, kind: str) -> dict[str, Any]:
+        """The newest event of a kind; empty where there is none."""
+        return next((event for event in reversed(self.events) if event["kind"] == kind), {})
+
+    def points(self, kind: str, name: str) -> Points:
+        """(step, value), the last word on each step, in order; values that are no finite numbers are left out."""
+        found = {event["step"]: number(event.get(name)) for event in self.of(kind)}
+        return [(step, value) for step, value in sorted(found.items()) if value is not None]
+
+    @cached_property
+    def curves(self) -> dict[str, Points]:
+        """Name as users read it → points, in the order of the page."""
+        steps, scores, rollouts = (list(dict.fromkeys(key for event in self.of(kind) for key in event)) for kind in ("step", "eval", "rollout"))
+        made = {"loss": self.points("step", "loss")}
+        made |= {f"held out: {key}": self.points("eval", key) for key in scores if key not in NOT_SCORES}
+        made |= {label: self.points("rollout", key) for key, label in ROLLOUT.items()}
+        made |= {key.replace("reward/", "reward: "): self.points("rollout", key) for key in rollouts if key.startswith("reward/")}
+        made |= {key: self.points("step", key) for key in steps if key not in NOT_CURVES and key not in ("kind", "loss")}
+        made |= {label: self.points("step", key) for key, label in RATES.items()}
+        return {name: points for name, points in made.items() if points}
+
+    @cached_property
+    def attempts(self) -> list[Attempt]:
+        found: list[Attempt] = []
+        for event in self.events:
+            if event["kind"] == "run_start":
+                found.append(Attempt(event))
+            elif found:
+                found[-1].events.append(event)
+                found[-1].end = event if event["kind"] == "run_end" else found[-1].end
+                found[-1].fault = event if event["kind"] == "fault" else found[-1].fault
+        return found
+
+    @property
+    def status(self) -> str:
+        """finished, preempted, stopped, failed, or started; planned where it never was."""
+        ends = [event for event in self.events if event["kind"] in ("run_end", "fault", "step", "run_start")]
+        if not ends:
+            return "planned"
+        return str(ends[-1].get("status")) if ends[-1]["kind"] == "run_end" else "failed" if ends[-1]["kind"] == "fault" else "started"
+
+    @cached_property
+    def group(self) -> str:
+        """What runs have in common that differ in their seed alone; each without a plan is by itself."""
+        rest = {key: value for key, value in self.config.items() if key not in APART}
+        return repr(sorted(rest.items(), key=lambda item: item[0])) if self.config else str(self.folder)
+
+    @property
+    def goodput(self) -> dict[str, float]:
+        """Seconds by purpose, of all attempts that wrote their end."""
+        total: dict[str, float] = {}
+        for event in self.of("run_end"):
+            for name, seconds in numbers(event.get("goodput")).items():
+                total[name] = total.get(name, 0.0) + seconds
+        return total
+
+    @property
+    def phases(self) -> dict[str, list[float]]:
+        """Phase → seconds of each rank: the newest measurement of each attempt, added up where they had as many ranks as the last."""
+        found = [[mapping(event.get("phases")) for event in attempt.events if event["kind"] == "measured"] for attempt in self.attempts]
+        newest = [each[-1] for each in found if each and each[-1]]
+        made: dict[str, list[float]] = {}
+        for phases in newest:
+            for phase, ranks in phases.items():
+                seconds = [number(each) or 0.0 for each in ranks] if isinstance(ranks, list) else []
+                before = made.get(phase, [])
+                made[phase] = [a + b for a, b in zip(before, seconds, strict=True)] if len(before) == len(seconds) else seconds
+        return made
+
+    @property
+    def comparisons(self) -> list[Comparison]:
+        """Predicted against measured, by category; what only was predicted is not in it."""
+        from drumline.core.estimate import Estimate
+        from drumline.telemetry.truth import Measurement, compare
+
+        measured = [event for event in self.of("measured") if event.get("memory")]
+        try:
+            estimate = Estimate.model_validate(mapping(self.plan.get("predicted")).get("estimate"))
+            names = Measurement.model_fields.keys() & measured[-1].keys()
+            return compare(estimate, Measurement.model_validate({name: measured[-1][name] for name in names}))
+        except (ValueError, LookupError):  # pydantic's; nothing was measured; a category of another version
+            return []
+
+    @cached_property
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """A row for each that was saved: of its event, its manifest, and whether it is there."""
+        there: dict[int, dict[str, Any]] = {}
+        for folder in sorted((self.folder / "checkpoints").glob("step-*")):
+            manifest, step = folder / "manifest.json", folder.name.removeprefix("step-")
+            if step.isdecimal() and len(step) < 16 and UNFINISHED not in folder.name:
+                try:
+                    there[int(step)] = mapping(read_object(manifest, UserError, numbers=False).get("manifest"))
+                except DrumlineError:
+                    there[int(step)] = {}
+        saves = {event["step"]: event for event in self.of("save")}
+        rows = []
+        for step in sorted(saves.keys() | there.keys()):
+            save = saves.get(step, {})
+            metric = number(there.get(step, {}).get("metric"))
+            rows.append({**save, "step": step, "metric": metric, "there": step in there, "whole": bool(there.get(step))})
+        return rows
+
+    @property
+    def restarts(self) -> int:
+        return sum(event.get("action") in ("restart", "replan") for event in self.of("fault"))
+
+    @property
+    def seconds(self) -> float:
+        """From the first event to the last one, what lay between starts included."""
+        times = [event["t"] for event in self.events]
+        return max(times) - min(times) if times else 0.0
+
+
+def differences(runs: list[RunFacts]) -> list[str]:
+    """Keys of the config whose values are not alike in all runs; the run folder is not one of them."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    return [key for key in keys if key != "run.dir" and len({repr(run.config.get(key)) for run in runs if run.config}) > 1]
+
+
+def short_names(runs: list[RunFacts]) -> list[str]:
+    """A name for each run, its folder's where that is enough; never two alike."""
+    names = [run.name for run in runs]
+    return [name if names.count(name) == 1 else f"{run.folder.resolve().parent.name}/{name}" for name, run in zip(names, runs, strict=True)]

@@ -1,0 +1,83 @@
+"""HTML from plain values. All text goes through `text`: it is redacted and escaped there, and nowhere else."""
+
+from __future__ import annotations
+
+import html
+import json
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from drumline.core.explain import size
+from drumline.core.redact import plain, redact
+from drumline.report.progress import duration
+
+MOST_TEXT = 20_000  # characters of one value
+
+
+class Html(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+def text(value: Any) -> Html:
+    """Any value as HTML text, redacted and escaped."""
+    if isinstance(value, Html):
+        return value
+    if value is None:
+        return Html('<span class="none">–</span>')
+    shown = f"{value:,.5g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+    if len(shown) > MOST_TEXT:
+        shown = f"{shown[:MOST_TEXT]} … ({len(shown) - MOST_TEXT:,} more characters)"
+    return Html(html.escape(redact(shown)))
+
+
+def tag(name: str, *inner: Any, **attributes: Any) -> Html:
+    """An element. `class_`: its class; `data_x`: data-x; True: an attribute without a value; None and False: none."""
+    made = name
+    for key, value in attributes.items():
+        if value is not None and value is not False:
+            key = key.rstrip("_").replace("_", "-")
+            made += f" {key}" if value is True else f' {key}="{text(str(value))}"'
+    return Html(f"<{made}>{''.join(map(text, inner))}</{name.split()[0]}>")
+
+
+def join(parts: Iterable[Any]) -> Html:
+    return Html("".join(map(text, parts)))
+
+
+def table(headers: Sequence[Any], rows: Iterable[Sequence[Any]], **attributes: Any) -> Html:
+    """Numbers stand to the right. It scrolls by itself where it is wider than the page."""
+    made = [tag("tr", *(tag("td", cell, class_="number" if isinstance(cell, int | float) else None) for cell in row)) for row in rows]
+    head = tag("thead", tag("tr", *(tag("th", each, scope="col") for each in headers)))
+    return tag("div", tag("table", head, tag("tbody", *made), **attributes), class_="wide")
+
+
+def facts(pairs: Iterable[tuple[str, Any]]) -> Html:
+    """Names and values below each other; those without a value are left out."""
+    return tag("dl", *(join((tag("dt", name), tag("dd", value))) for name, value in pairs if value not in (None, "", [], {})), class_="facts")
+
+
+def bytes_of(value: Any) -> str | None:
+    return size(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def seconds_of(value: Any) -> str | None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e9:
+        return None
+    return f"{value:.3g} s" if value < 60 else duration(value)
+
+
+def moment(value: Any) -> str:
+    """Unix seconds as a date and a time of this machine."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
+    except (TypeError, ValueError, OverflowError, OSError):
+        return "–"
+
+
+def as_json(value: Any) -> Html:
+    """A value for a script element of type application/json: nothing in it can end the element."""
+    dumped = json.dumps(plain(value), allow_nan=False, separators=(",", ":"))
+    return Html(dumped.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
