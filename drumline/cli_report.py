@@ -21,7 +21,18 @@ def report(
     print(f"wrote {write(runs, out)}")
 
 
+def compare(
+    runs: Annotated[
+        list[Path], typer.Argument(parser=path_of, metavar="A B", help="Two runs, or two folders of runs that differ in run.seed.")
+    ],
+) -> None:
+    """Print which keys of two runs differ, which curves are better, by how much, and whether seeds can tell that from chance."""
+    from drumline.report.compare import compare as show
+
+    show(runs)
+
+
 def add(app: typer.Typer) -> None:
     """Have `app` know of them."""
-    for command in (report,):
+    for command in (report, compare):
         app.command()(command)

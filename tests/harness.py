@@ -134,6 +134,7 @@ def write_config(folder: Path, model: Path, /, *, rows: int = 40, held_out: int 
         "schedule": {"kind": "cosine", "warmup_steps": 1},
         "run": {"dir": str(folder / "run"), "report_to": [], "device": "cpu", "steps": 4},
         "checkpoint": {"every": 2, "export": "none"},
+        "report": {"html": False},
     }
     if kind not in ("sft", "pretrain"):
         del config["algorithm"]

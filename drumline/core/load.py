@@ -19,7 +19,7 @@ from drumline.core.mistakes import check_numbers, first_mistake, kinds_at
 from drumline.core.redact import plain, withhold
 from drumline.core.yaml_lines import Place, read_yaml, write_yaml
 from drumline.errors import ConfigError
-from drumline.foreign import MIB, first_line
+from drumline.foreign import MIB, first_line, read_object
 from drumline.foreign import read_text as plain_text
 
 if TYPE_CHECKING:

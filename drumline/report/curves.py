@@ -14,8 +14,8 @@ FEWEST = 60
 
 
 def binned(points: Points, most: int) -> dict[str, Any]:
-    """At most `most` points as {x, y}: where there are more, y is the mean of a bin of as many points each, at its last step, beside the `low`
-    and `high` of the bin. `of`: how many there were."""
+    """At most `most` points as {x, y}: where there are more, y is the mean of a bin, at its last step, beside the bin's `low` and `high`.
+    `size`: points of a bin; `of`: how many there were."""
     if len(points) <= most:
         return {"x": [step for step, _ in points], "y": [_short(value) for _, value in points], "of": len(points)}
     size = -(-len(points) // most)

@@ -1,5 +1,5 @@
-"""What a run folder tells: its plan, events and checkpoints, as plain values. Files may be damaged, of another version, or a stranger's: what
-is not what it should be is left out, and counted."""
+"""What a run folder tells: its plan, events and checkpoints, as plain values. Files may be damaged, of another version, or a
+stranger's: what is not what it should be is left out, and counted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATES = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "t
 NOT_CURVES = {"t", "step", "tokens", "samples", "samples_per_s", "seconds", "data_s", "compute_s", "comm_s", "sent_bytes", "epoch", *RATES}
 NOT_SCORES = {"t", "step", "samples", "seconds"}
 ROLLOUT = {"reward": "reward", "length": "tokens of a completion", "ended": "part of completions that ended"}
-APART = ("run.seed", "run.dir")  # runs that differ in these alone are repetitions
+APART = ("run.seed", "run.dir", "data.cache_dir")  # runs that differ in these alone are repetitions
 Points = list[tuple[int, float]]
 
 
@@ -125,7 +125,9 @@ class RunFacts:
     @cached_property
     def curves(self) -> dict[str, Points]:
         """Name as users read it → points, in the order of the page."""
-        steps, scores, rollouts = (list(dict.fromkeys(key for event in self.of(kind) for key in event)) for kind in ("step", "eval", "rollout"))
+        steps, scores, rollouts = (
+            list(dict.fromkeys(key for event in self.of(kind) for key in event)) for kind in ("step", "eval", "rollout")
+        )
         made = {"loss": self.points("step", "loss")}
         made |= {f"held out: {key}": self.points("eval", key) for key in scores if key not in NOT_SCORES}
         made |= {label: self.points("rollout", key) for key, label in ROLLOUT.items()}
@@ -209,10 +211,9 @@ class RunFacts:
                     there[int(step)] = {}
         saves = {event["step"]: event for event in self.of("save")}
         rows = []
-        for step in sorted(saves.keys() | there.keys()):
-            save = saves.get(step, {})
-            metric = number(there.get(step, {}).get("metric"))
-            rows.append({**save, "step": step, "metric": metric, "there": step in there, "whole": bool(there.get(step))})
+        for at in sorted(saves.keys() | there.keys()):
+            metric = number(there.get(at, {}).get("metric"))
+            rows.append({**saves.get(at, {}), "step": at, "metric": metric, "there": at in there, "whole": bool(there.get(at))})
         return rows
 
     @property
@@ -227,9 +228,9 @@ class RunFacts:
 
 
 def differences(runs: list[RunFacts]) -> list[str]:
-    """Keys of the config whose values are not alike in all runs; the run folder is not one of them."""
+    """Keys of the config whose values are not alike in all runs; places that hold no values are left out."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
-    return [key for key in keys if key != "run.dir" and len({repr(run.config.get(key)) for run in runs if run.config}) > 1]
+    return [key for key in keys if key not in APART[1:] and len({repr(run.config.get(key)) for run in runs if run.config}) > 1]
 
 
 def short_names(runs: list[RunFacts]) -> list[str]:

@@ -49,14 +49,21 @@ def join(parts: Iterable[Any]) -> Html:
 
 def table(headers: Sequence[Any], rows: Iterable[Sequence[Any]], **attributes: Any) -> Html:
     """Numbers stand to the right. It scrolls by itself where it is wider than the page."""
-    made = [tag("tr", *(tag("td", cell, class_="number" if isinstance(cell, int | float) else None) for cell in row)) for row in rows]
-    head = tag("thead", tag("tr", *(tag("th", each, scope="col") for each in headers)))
+    lines = [list(row) for row in rows]
+    right = ["number" if any(isinstance(cell, int | float) for cell in column) else None for column in zip(*lines, strict=True)]
+    made = [tag("tr", *(tag("td", cell, class_=side) for cell, side in zip(row, right, strict=True))) for row in lines]
+    head = tag(
+        "thead",
+        tag("tr", *(tag("th", each, scope="col", class_=side) for each, side in zip(headers, right or [None] * len(headers), strict=True))),
+    )
     return tag("div", tag("table", head, tag("tbody", *made), **attributes), class_="wide")
 
 
 def facts(pairs: Iterable[tuple[str, Any]]) -> Html:
     """Names and values below each other; those without a value are left out."""
-    return tag("dl", *(join((tag("dt", name), tag("dd", value))) for name, value in pairs if value not in (None, "", [], {})), class_="facts")
+    return tag(
+        "dl", *(join((tag("dt", name), tag("dd", value))) for name, value in pairs if value not in (None, "", [], {})), class_="facts"
+    )
 
 
 def bytes_of(value: Any) -> str | None:

@@ -39,7 +39,7 @@ function lines(chart) {
                   hovertemplate: `step %{x:,}: ${value}<extra>${chart.series.length > 1 ? plain(each.name).slice(0, 60) : ""}</extra>` });
   }
   const shapes = (chart.marks || []).map((mark) => ({ type: "line", x0: mark.x, x1: mark.x, yref: "paper", y0: 0, y1: 1,
-    line: { color: ink("--bad"), width: 1, dash: "dot" }, label: { text: mark.text, textposition: "end", font: { size: 10, color: ink("--bad") } } }));
+    line: { color: ink("--bad"), width: 1, dash: "dot" }, label: { text: mark.text, textangle: 0, textposition: "end", xanchor: "left", yanchor: "top", font: { size: 10, color: ink("--bad") } } }));
   const axis = chart.unit === "bytes" ? ticks(traces) : {};
   return [traces, { shapes, hovermode: many ? "closest" : "x", xaxis: { title: { text: "step", standoff: 6 } }, yaxis: { type: log ? "log" : "linear", ...axis } }];
 }
@@ -52,7 +52,7 @@ function bars(chart) {
   const rows = chart.rows.map(plain), grouped = chart.grouped;
   const traces = chart.series.map((each, place) => ({ type: "bar", orientation: "h", y: rows, x: each.x, name: plain(each.name),
     marker: { color: grouped ? COLORS[place] : PHASES[place % PHASES.length] }, text: chart.unit === "bytes" ? each.x.map(bytes) : undefined,
-    textposition: grouped ? "auto" : "none", hovertemplate: `%{y}: ${chart.unit === "bytes" ? "%{text}" : "%{x:.4~g} s"}<extra>${plain(each.name)}</extra>` }));
+    textposition: "none", hovertemplate: `%{y}: ${chart.unit === "bytes" ? "%{text}" : "%{x:.4~g} s"}<extra>${plain(each.name)}</extra>` }));
   const most = Math.max(...chart.series.flatMap((each) => each.x.map((value) => value || 0)), 1), step = 2 ** Math.ceil(Math.log2(most / 3));
   const values = [0, 1, 2, 3].map((place) => place * step).filter((value) => value <= most * 1.2);
   const axis = chart.unit === "bytes" ? { tickvals: values, ticktext: values.map(bytes) } : { title: { text: "seconds", standoff: 6 } };
@@ -71,7 +71,7 @@ const KINDS = { lines, bars, heat };
 function draw(place) {
   const chart = data.charts[+place.dataset.chart], [traces, own] = KINDS[chart.kind](chart);
   const grid = { gridcolor: ink("--line"), zerolinecolor: ink("--line"), linecolor: ink("--line"), tickfont: { size: 11 } };
-  const legend = { orientation: "h", y: -0.24, font: { size: 11 } };
+  const legend = { orientation: "h", y: -0.22, traceorder: "normal", font: { size: 11 } };
   Plotly.react(place, traces, { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink("--soft"), family: "inherit" },
     margin: { l: 58, r: 12, t: 8, b: 42 }, legend, hoverlabel: { font: { size: 12 } }, ...own, xaxis: { ...grid, ...own.xaxis }, yaxis: { ...grid, ...own.yaxis } },
     { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] });
@@ -107,7 +107,7 @@ function episodes(box) {  // by reward and by text
   const [least, most, search, count] = [".least", ".most", "[type=search]", ".count"].map((each) => box.querySelector(each)), cards = all(".card", box);
   const show = () => {
     const low = least.value === "" ? -Infinity : +least.value, high = most.value === "" ? Infinity : +most.value, text = search.value.toLowerCase();
-    cards.forEach((card) => { const reward = +card.dataset.reward; card.hidden = !(reward >= low && reward <= high && card.textContent.toLowerCase().includes(text)); });
+    cards.forEach((card) => { const reward = card.dataset.reward === "" ? NaN : +card.dataset.reward, any = least.value === "" && most.value === ""; card.hidden = !((any || (reward >= low && reward <= high)) && card.textContent.toLowerCase().includes(text)); });
     count.textContent = `${cards.filter((card) => !card.hidden).length} of ${cards.length}`;
   };
   [least, most, search].forEach((each) => each.addEventListener("input", show));
@@ -129,4 +129,10 @@ addEventListener("afterprint", () => theme(before));
 all(".sortable").forEach(sortable);
 all(".episodes").forEach(episodes);
 filters();
-all(".chart").forEach((place) => seen.observe(place));
+// Plotly is large: the page is there before it, and it is run when the browser has shown that.
+requestAnimationFrame(() => setTimeout(() => {
+  const script = document.createElement("script");
+  script.textContent = document.getElementById("plotly").textContent;
+  document.head.append(script);
+  all(".chart").forEach((place) => seen.observe(place));
+}));

@@ -10,13 +10,16 @@ from pathlib import Path
 
 from drumline import __version__
 from drumline.core.files import whole_file
+from drumline.core.plan import Plan
 from drumline.errors import EnvironmentFault
 from drumline.foreign import first_line
 from drumline.report import sections
 from drumline.report.bars import notes
 from drumline.report.curves import charts
+from drumline.report.details import OF_A_RUN
 from drumline.report.facts import RunFacts, short_names
 from drumline.report.markup import Html, as_json, join, tag
+from drumline.report.picture import draw
 
 MOST_DETAILED = 12  # runs whose details are on one page; curves and the table have all
 MOST_AT_END = 2**26  # bytes of events: some 100,000 steps. More would keep a terminal waiting
@@ -26,8 +29,6 @@ PAGE = "report.html"
 def report(folders: list[Path], out: Path | None) -> Path:
     """Write the page of some runs, by default into the folder of the first, and a PNG of the main curves beside it. Raises UserError for
     what is no run, EnvironmentFault where it cannot be written."""
-    from drumline.report.picture import draw
-
     runs = [RunFacts(folder) for folder in dict.fromkeys(folders)]
     path = out or (runs[0].folder / PAGE if len(runs) == 1 else Path(PAGE))
     _write(path, page(runs))
@@ -37,21 +38,27 @@ def report(folders: list[Path], out: Path | None) -> Path:
     return path
 
 
-def at_end(run_dir: Path) -> None:
-    """The page at a run's end. Whatever goes wrong is one note: the run has ended as it has."""
+def at_end(plan: Plan) -> None:
+    """The page at a run's end, and its PNG where matplotlib is installed; nothing where `report.html` is false or no rank began. Whatever
+    goes wrong is one note: the run has ended as it has."""
+    run_dir = Path(plan.run_dir)
+    events = run_dir / "events.jsonl"
     try:
-        size = (run_dir / "events.jsonl").stat().st_size
-        if size > MOST_AT_END:
+        if not plan.config.report.html or not events.is_file():
+            return
+        if (size := events.stat().st_size) > MOST_AT_END:
             notes([f"events.jsonl has {size >> 20} MiB: drumline report {run_dir} makes its page"])
             return
-        _write(run_dir / PAGE, page([RunFacts(run_dir)]))
+        run = RunFacts(run_dir)
+        _write(run_dir / PAGE, page([run]))
+        draw([run], (run_dir / PAGE).with_suffix(".png"))
     except Exception as error:  # noqa: BLE001 - nothing of a page is worth the exit code of a run
         notes([f"{run_dir / PAGE} could not be written: {first_line(error)}"])
 
 
 def _write(path: Path, text: str) -> None:
     try:
-        with whole_file(path) as file:
+        with whole_file(path, shared=True) as file:
             file.write(text.encode(errors="replace"))
     except OSError as error:
         raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(path), fix="name another place with --out") from None
@@ -70,13 +77,13 @@ def page(runs: list[RunFacts]) -> str:
     figures = sections.Figures()
     curves = join(figures.add(chart) for chart in charts(runs, names))
     parts = [("Summary", sections.summary(runs, names)), ("Curves", tag("div", curves, class_="grid") if curves else None)]
-    for title, section in sections.OF_A_RUN.items():
+    for title, section in OF_A_RUN.items():
         made = [section(run, figures) for run in detailed]
         if any(made):
             parts.append((title, join(_of_run(place, inner) for place, inner in enumerate(made))))
     parts.insert(-2, ("Configuration", sections.configuration(detailed, names)))
     if len(runs) > len(detailed):
-        text = f"Sections from “{list(sections.OF_A_RUN)[0]}” on are of the first {MOST_DETAILED} of {len(runs)} runs; drumline report RUN has another's."
+        text = f"Details and configuration are of the first {MOST_DETAILED} of {len(runs)} runs; drumline report RUN has another's."
         parts.insert(1, ("Left out", tag("p", text, class_="note")))
     shown = [(title, inner) for title, inner in parts if inner]
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
@@ -105,7 +112,7 @@ def document(title: str, body: Html, data: object, script: str, connect: str = "
         )
     )
     values = Html(f'<script type="application/json" id="values">{as_json(data)}</script>')
-    ran = Html("".join(f"<script>{each}</script>" for each in scripts))
+    ran = Html(f'<script type="text/plain" id="plotly">{scripts[0]}</script><script>{scripts[1]}</script>')
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{body}{values}{ran}</body></html>\n'
 
 

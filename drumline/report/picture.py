@@ -40,6 +40,8 @@ def draw(runs: list[RunFacts], path: Path) -> bool:
 def _line(axes: Any, each: dict[str, Any]) -> None:
     color = COLORS[each["color"] % len(COLORS)]
     marker = "o" if len(each["x"]) < 30 else None
-    axes.plot(each["x"], each["y"], color=color, linewidth=1.4, marker=marker, markersize=3, label=each["name"].lstrip("_").replace("$", r"\$"))
+    axes.plot(
+        each["x"], each["y"], color=color, linewidth=1.4, marker=marker, markersize=3, label=each["name"].lstrip("_").replace("$", r"\$")
+    )
     if "low" in each:
         axes.fill_between(each["x"], each["low"], each["high"], color=color, alpha=0.18, linewidth=0)

@@ -33,10 +33,12 @@ from drumline.rl.curriculum import Curriculum
 from drumline.rl.generate import Completion, Request, place
 from drumline.rl.rewards import Item, Rewards
 from drumline.telemetry.events import Emit, Rollout
+from drumline.telemetry.watched import Completions
 
 Score = Callable[[Episodes], torch.Tensor]
 Read = Callable[[Any, EpisodeBatch], torch.Tensor]
 MOST_REASONS = 3  # of failed rewards, in the line that stops a run
+SHOWN, MOST_TEXT = 8, 4000  # episodes of a rollout in an event, and characters of each
 
 
 @dataclass(frozen=True)
@@ -325,6 +327,18 @@ class Rollouts:
             metrics=_means(sampled) | metrics,
         )
         self.emit(made)
+        self.emit(Completions(step=step, completions=[self._shown(sample) for sample in sampled.samples[:SHOWN]]))
+
+    def _shown(self, sample: Sample) -> dict[str, Any]:
+        completion = sample.episode[1]
+        return {
+            "prompt": self.prompts.meta(sample.prompt)["prompt"],
+            "text": self.decode(completion.tokens)[:MOST_TEXT],
+            "reward": sample.reward,
+            "domain": sample.domain,
+            "ended": completion.ended,
+            "tokens": len(completion.tokens),
+        }
 
 
 def _episodes(made: list[tuple[list[int], Completion]]) -> Episodes:

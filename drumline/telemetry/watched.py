@@ -19,6 +19,15 @@ class Samples(Event, kind="samples"):
     seconds: float  # it took
 
 
+class Completions(Event, kind="completions"):
+    """The first few episodes of a rollout, as they were drawn. The texts are strangers': escape them."""
+
+    step: int  # steps done after those that learned from it
+    # Each has `prompt` (a text or messages), `text` (the first 4,000 characters), `reward` (null where it failed), `domain`, `ended` and
+    # `tokens`.
+    completions: list[dict[str, Any]]
+
+
 class Devices(Event, kind="devices"):
     """The device of each rank at a logged step, at most every ten seconds, and once at the end. Null: not known."""
 

@@ -24,6 +24,7 @@ from drumline.launchers.environment import die_with_launchers, first_rank, launc
 from drumline.launchers.lease import Lease
 from drumline.launchers.tasks import become, require_rendezvous, step_of_allocation, torchrun_of_node
 from drumline.report.bars import aside, bars, notes
+from drumline.report.page import at_end
 from drumline.report.progress import Progress
 from drumline.telemetry.events import read
 
@@ -138,7 +139,10 @@ def launch_ranks(request: Request, display: bool) -> tuple[Path, int]:
             plan_path, start = claim_run_dir(plan, request)
         past = read(run_dir / "events.jsonl") if display else []
         on_event = stack.enter_context(Progress(Console(), past)).on_event if display else lambda event: None
-        return run_dir, launcher.start(plan, plan_path, start, on_event, Replanner(plan, plan_path), early)
+        code = launcher.start(plan, plan_path, start, on_event, Replanner(plan, plan_path), early)
+    if not launcher.elsewhere:
+        at_end(plan)
+    return run_dir, code
 
 
 def convert(old: Path, output: Path | None) -> None:

@@ -28,6 +28,7 @@ from drumline.launchers.lease import Lease, has_lease
 from drumline.launchers.local import newest_or
 from drumline.launchers.ssh.spec import SSHLauncher
 from drumline.report.bars import aside, notes
+from drumline.report.page import at_end
 from drumline.report.progress import Progress
 from drumline.telemetry.events import last
 from drumline.telemetry.watched import Hang
@@ -70,6 +71,9 @@ def train_rank(plan: Plan, start: str | None, display: bool) -> None:
         let_go(error)
         print(f"error: rank {rank}: {advise(plan, error.exhausted).line}", file=sys.stderr)
         raise
+    finally:
+        if rank == 0:
+            at_end(plan)
 
 
 def _plan(make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack, display: bool) -> tuple[Plan, str | None]:

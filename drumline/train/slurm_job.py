@@ -11,6 +11,7 @@ from drumline.core.launcher import OnOutOfMemory
 from drumline.core.plan import Plan
 from drumline.errors import DrumlineError
 from drumline.launchers.slurm.job import run
+from drumline.report.page import at_end
 
 
 def main() -> int:
@@ -28,7 +29,9 @@ def main() -> int:
 
             return Replanner(plan, options.plan)
 
-        return run(plan, options.plan, options.resume, lambda out, step: replanner()(out, step), options.worker)
+        code = run(plan, options.plan, options.resume, lambda out, step: replanner()(out, step), options.worker)
+        at_end(plan)
+        return code
     except DrumlineError as error:
         print(f"error: {error.line()}", file=sys.stderr)
         return error.exit_code

@@ -17,6 +17,7 @@ from drumline.launchers.hosts.gathered import succeeding
 from drumline.launchers.lease import Lease
 from drumline.launchers.local import furthest_step, newest_or
 from drumline.launchers.ssh.spec import SSHLauncher
+from drumline.report.page import at_end
 from drumline.telemetry.events import EventLog, Takeover
 
 
@@ -40,7 +41,9 @@ def take_over(known: dict[str, Any]) -> int:
 
         plan = Plan.load(path)
         hosts.await_agents()
-        return launcher.start(plan, path, newest_or(known["resume"], run_dir), lambda event: None, Replanner(plan, path), hosts)
+        code = launcher.start(plan, path, newest_or(known["resume"], run_dir), lambda event: None, Replanner(plan, path), hosts)
+    at_end(plan)
+    return code
 
 
 def main() -> int:

@@ -1,0 +1,170 @@
+"""`drumline compare A B`: which keys differ, which curve is better and by how much, and whether seeds can tell that from chance."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from drumline.core.redact import redact
+from drumline.errors import UserError
+from drumline.report.bars import notes
+from drumline.report.facts import APART, Points, RunFacts, short_names
+from drumline.report.sections import short
+
+SURE = 0.05  # of Welch's test: a difference that is less likely by chance counts
+LAST = 0.1  # part of the common steps whose mean a curve is judged by
+LOWER, HIGHER = (
+    ("loss", "perplexity", "kl"),
+    ("accuracy", "exact_match", "reward", "tokens/s", "utilisation", "chosen", "margin", "f1", "ended"),
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One curve: `values` of each run of both sides; `better`: -1 where lower is better, 1 where higher is, 0 where that is not known; `p`
+    None: no test is possible."""
+
+    name: str
+    values: tuple[list[float], list[float]]
+    better: int
+    p: float | None
+
+    @property
+    def difference(self) -> float:
+        """Of the means, B less A."""
+        return statistics.fmean(self.values[1]) - statistics.fmean(self.values[0])
+
+    @property
+    def winner(self) -> str:
+        ahead = self.difference * self.better
+        if ahead == 0:
+            return "–" if self.better == 0 else "alike"
+        name = "B" if ahead > 0 else "A"
+        return f"{name} ahead, untested" if self.p is None else name if self.p < SURE else "not shown"
+
+
+def compare(folders: list[Path]) -> None:
+    """Print the tables. Raises UserError where the folders are not two sides."""
+    a, b = sides(folders)
+    console = Console(highlight=False)
+    for name, side in (("A", a), ("B", b)):
+        names = ", ".join(short_names(side)[:6]) + (f", … {len(side)} in all" if len(side) > 6 else "")
+        console.print(Text(redact(f"{name}  {names}  ({'one run' if len(side) == 1 else f'{len(side)} runs'})")))
+    notes(f"{run.name}: {problem}" for run in (*a, *b) for problem in run.problems)
+    keys = [(key, *values) for key in dict.fromkeys(key for run in (*a, *b) for key in run.config) if (values := _values(key, a, b))]
+    console.print(_table(["key", "A", "B"], keys) if keys else "\nno key of the config differs\n")
+    verdicts, last = judge(a, b)
+    if not verdicts:
+        console.print("no curve is in both, so nothing can be compared")
+        return
+    console.print(
+        f"curves up to step {last:,}, which all have: the mean of the last {LAST:.0%} of its points; ± one standard deviation of runs"
+    )
+    rows = [
+        (each.name, *map(_mean, each.values), _change(each), "" if each.p is None else f"{each.p:.2g}", each.winner) for each in verdicts
+    ]
+    console.print(_table(["curve", "A", "B", "B − A", "p", "better"], rows))
+    console.print(_method(len(a), len(b), len(verdicts)))
+
+
+def sides(folders: list[Path]) -> tuple[list[RunFacts], list[RunFacts]]:
+    """Two folders: a run, or all runs in it, each. Any other number: runs of two groups that differ in more than their seed."""
+    found = [_runs(folder) for folder in dict.fromkeys(folders)]
+    if len(found) == 2:
+        return found[0], found[1]
+    groups: dict[str, list[RunFacts]] = {}
+    for run in (run for each in found for run in each):
+        groups.setdefault(run.group, []).append(run)
+    if len(groups) != 2:
+        what = f"{sum(map(len, found))} runs make {len(groups)} groups by their keys without run.seed; two are compared"
+        raise UserError(what, where="drumline compare", fix="name two runs, or two folders of runs: drumline compare A B")
+    one, other = groups.values()
+    return one, other
+
+
+def _runs(folder: Path) -> list[RunFacts]:
+    if not folder.is_dir():
+        raise UserError("there is no such folder", where=str(folder), fix="name a run, or a folder of runs")
+    inside = sorted(path.parent for path in folder.glob("*/plan.json"))
+    return [RunFacts(folder)] if (folder / "plan.json").exists() or not inside else [RunFacts(each) for each in inside]
+
+
+def _values(key: str, a: list[RunFacts], b: list[RunFacts]) -> tuple[str, str] | None:
+    """What each side has; None where both have the same."""
+    one, other = (sorted({short(run.config[key]) if key in run.config else "–" for run in side}) for side in (a, b))
+    return None if one == other or key in APART[1:] else (", ".join(one), ", ".join(other))
+
+
+def judge(a: list[RunFacts], b: list[RunFacts]) -> tuple[list[Verdict], int]:
+    """Of each curve that all runs have, and the last step that all have."""
+    runs = [*a, *b]
+    names = [name for name in runs[0].curves if all(name in run.curves for run in runs)]
+    last = min((run.curves["loss"][-1][0] for run in runs if "loss" in run.curves), default=0)
+    verdicts = []
+    for name in names:
+        values = [_final(run.curves[name], last) for run in runs]
+        if None not in values:
+            known = [value for value in values if value is not None]
+            one, other = known[: len(a)], known[len(a) :]
+            verdicts.append(Verdict(name, (one, other), _direction(name, runs[0]), welch(one, other)))
+    return verdicts, last
+
+
+def _final(points: Points, last: int) -> float | None:
+    values = [value for step, value in points if step <= last]
+    return statistics.fmean(values[-max(1, round(LAST * len(values))) :]) if values else None
+
+
+def _direction(name: str, run: RunFacts) -> int:
+    if name == f"held out: {run.config.get('eval.metric')}":
+        return 1 if run.config.get("eval.mode") == "max" else -1
+    lower = any(part in name for part in LOWER)
+    return -1 if lower else 1 if any(part in name for part in HIGHER) else 0
+
+
+def welch(one: list[float], other: list[float]) -> float | None:
+    """Two-sided p of Welch's t-test (Biometrika 34, 1947); None with fewer than two values on a side, or without any spread."""
+    if min(len(one), len(other)) < 2:
+        return None
+    parts = [statistics.variance(side) / len(side) for side in (one, other)]
+    if (spread := sum(parts)) == 0:
+        return None
+    from mpmath import betainc  # sympy's, which torch brings
+
+    square = (statistics.fmean(one) - statistics.fmean(other)) ** 2 / spread
+    freedom = spread**2 / sum(part**2 / (len(side) - 1) for part, side in zip(parts, (one, other), strict=True))
+    return float(betainc(freedom / 2, 0.5, 0, freedom / (freedom + square), regularized=True))
+
+
+def _mean(values: list[float]) -> str:
+    return f"{statistics.fmean(values):.5g}" + (f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else "")
+
+
+def _change(verdict: Verdict) -> str:
+    before = statistics.fmean(verdict.values[0])
+    share = verdict.difference / abs(before) if before else math.inf
+    return f"{verdict.difference:+.3g}" + (f" ({share:+.1%})" if abs(share) < 10 else "")
+
+
+def _method(a: int, b: int, curves: int) -> str:
+    if min(a, b) < 2:
+        less = "A" if a < 2 else "B"
+        return f"no test is possible: {less} has one run. Two seeds or more of each side (run.seed=1, …) tell a difference from chance."
+    each = f"{curves} curves are each tested by itself: of twenty, one is below by chance." if curves > 1 else ""
+    return f"p: Welch's t-test, two-sided, n = {a} and {b} runs. “not shown”: p ≥ {SURE}. {each}"
+
+
+def _table(headers: list[str], rows: list[tuple[str, ...]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for place, header in enumerate(headers):
+        table.add_column(header, overflow="fold", ratio=None if place else 1)
+    for row in rows:
+        table.add_row(*(Text(redact(cell)) for cell in row))
+    return table

@@ -1,0 +1,49 @@
+"""`drumline compare`: sides, keys, curves, and what seeds can tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from drumline.errors import UserError
+from drumline.report.compare import compare, judge, sides, welch
+from tests.unit.report_runs import write_run
+
+
+def test_welch() -> None:
+    # scipy.stats.ttest_ind(..., equal_var=False).pvalue
+    assert welch([1.0, 2.0, 3.0, 4.0], [2.0, 4.0, 6.0, 8.0, 10.0]) == pytest.approx(0.0639, abs=1e-4)
+    assert welch([1.0], [2.0, 3.0]) is None and welch([1.0, 1.0], [2.0, 2.0]) is None
+
+
+def test_seeds_are_sides_and_the_better_one_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = [write_run(tmp_path / f"a/{seed}", seed=seed, shift=seed / 100) for seed in (0, 1, 2)]
+    b = [write_run(tmp_path / f"b/{seed}", seed=seed, lr=2e-3, shift=seed / 100 - 0.5, steps=16) for seed in (0, 1, 2)]
+    one, other = sides([*a, *b])
+    assert [len(one), len(other)] == [3, 3] and [run.folder for run in sides([tmp_path / "a", tmp_path / "b"])[1]] == b
+    verdicts, last = judge(one, other)
+    loss = next(each for each in verdicts if each.name == "loss")
+    assert last == 16 and loss.winner == "B" and loss.p < 0.01 and loss.difference == pytest.approx(-0.5)
+    assert next(each for each in verdicts if each.name == "learning rate").winner == "–"
+    monkeypatch.setenv("COLUMNS", "80")
+    compare([tmp_path / "a", tmp_path / "b"])
+    shown = capsys.readouterr().out
+    assert "optimizer.lr" in shown and "n = 3 and 3" in shown and "run.seed" not in shown and max(map(len, shown.splitlines())) <= 80
+    compare([a[0], b[0]])
+    assert "no test is possible" in capsys.readouterr().out
+
+
+def test_runs_without_steps_and_wrong_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, empty = write_run(tmp_path / "a"), write_run(tmp_path / "empty", events=[])
+    compare([a, empty])
+    assert "nothing can be compared" in capsys.readouterr().out
+    with pytest.raises(UserError, match="1 runs make 1 groups"):
+        sides([a])
+    with pytest.raises(UserError, match="no such folder"):
+        sides([a, tmp_path / "none"])
+    with pytest.raises(UserError, match="no run folder"):
+        (tmp_path / "void").mkdir()
+        sides([a, tmp_path / "void"])

@@ -1,0 +1,174 @@
+"""`drumline report`: what stands on the page, whatever lies in the folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import statistics
+from pathlib import Path
+
+import pytest
+
+from drumline.core.plan import Plan
+from drumline.errors import EnvironmentFault, UserError
+from drumline.report import page
+from drumline.report.curves import MOST_POINTS, binned, charts
+from drumline.report.facts import RunFacts, differences, short_names
+from tests.harness import ROOT
+from tests.unit.report_runs import HOSTILE, start, step, write_run
+
+
+def figures(text: str) -> list[dict]:
+    return json.loads(re.search(r'id="values">(.*?)</script>', text)[1])["charts"]
+
+
+def test_what_a_run_says_is_on_its_page_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "sesame-open-sesame")
+    run = write_run(tmp_path / f"<b>{'run'}")
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"t": 1.0, "kind": "spike", "step": 3, "policy": "sesame-open-sesame"}) + "\n")
+    text = page.page([RunFacts(run)])
+    own = text.replace(page.asset("plotly.min.js"), "").replace(page.asset("page.js"), "")
+    assert "<script>window" not in own and "<img" not in own and "<b>run" not in own and own.count("</script>") == 3
+    assert "hunter2" not in text and "sesame-open" not in text
+    for part in (
+        "finished",
+        "20 of 20",
+        "killed &lt;/script",
+        "900 (45.0%)",
+        "1.00 MiB",
+        "70%",
+        "drumline train",
+        "2.13.0",
+        "2 + 2?",
+        "reward 0.75",
+    ):
+        assert part in own, part
+    titles = [figure["title"] for figure in figures(text)]
+    assert {"loss", "held out: loss", "reward: a", "learning rate", "Seconds by phase and rank", "Memory of the fullest rank"} <= {*titles}
+    loss = figures(text)[0]
+    assert loss["series"][0]["x"] == list(range(1, 21)) and loss["marks"] == [{"x": 10, "text": "restart"}]
+
+
+def test_thinned_out_curves_keep_means_and_ends(tmp_path: Path) -> None:
+    points = [(number, float(number % 7)) for number in range(1, 10_001)]
+    made = binned(points, MOST_POINTS)
+    assert len(made["x"]) == MOST_POINTS and made["x"][-1] == 10_000 and made["of"] == 10_000
+    assert made["y"][0] == pytest.approx(statistics.fmean(value for _, value in points[:10]), rel=1e-5)
+    assert (made["low"][0], made["high"][0]) == (0.0, 6.0)
+    run = RunFacts(write_run(tmp_path / "long", events=[start(), *(step(number) for number in range(1, 2501))]))
+    chart = charts([run], ["long"])[0]
+    assert chart["note"].startswith("2,500 points drawn as 834 means of 3")
+
+
+def test_seeds_are_one_band_and_differences_are_marked(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / f"s{seed}", seed=seed, shift=seed) for seed in (0, 1, 2)]
+    runs = [RunFacts(folder) for folder in [*folders, write_run(tmp_path / "other", lr=2e-3)]]
+    chart = charts(runs, short_names(runs))[0]
+    mean = chart["series"][0]
+    assert mean["seeds"] == 3 and [each["color"] for each in chart["series"]] == [0, 0, 0, 0, 1]
+    assert mean["y"][0] == pytest.approx(4.0) and mean["high"][0] == pytest.approx(5.0)  # 3, 4, 5: a deviation of 1
+    assert "3 seeds" in chart["note"] and differences(runs) == ["optimizer.lr", "run.seed"]
+    assert page.page(runs).count(">differs</mark>") == 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "remark"),
+    [
+        ([], "never finished a step"),
+        (['{"t": 1, "kind": "run_start"}', "not json", '{"kind": "step"}', '{"t": 5, "kind": "st'], "3 of 4 lines"),
+        (['{"t": 1e999, "kind": "step", "step": 1}', '{"t": NaN, "kind": "step", "step": 1}'], "2 of 2 lines"),
+    ],
+)
+def test_a_damaged_or_empty_run_has_a_page_that_says_so(tmp_path: Path, lines: list[str], remark: str) -> None:
+    run = write_run(tmp_path / "run", events=[])
+    (run / "events.jsonl").write_text("\n".join(lines))
+    assert remark in page.page([RunFacts(run)])
+    (run / "plan.json").write_text('{"config": [')
+    assert "plan.json is left out" in page.page([RunFacts(run)])
+
+
+def test_values_of_any_type_at_any_place_make_a_page(tmp_path: Path) -> None:
+    whole = write_run(tmp_path / "whole")
+    odd = [None, True, -1, 1e308, "x", [], {}, [None, {"a": []}], {"step": {}}]
+    lines = [json.loads(line) for line in (whole / "events.jsonl").read_text().splitlines()]
+    kinds = {line["kind"]: line for line in lines}
+    for place, value in enumerate(odd):
+        run = shutil.copytree(whole, tmp_path / f"odd{place}")
+        made = [{**event, **{key: value for key in event if key not in ("t", "kind", "step")}} for event in kinds.values()]
+        (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [*lines, *made]))
+        plan = json.loads((run / "plan.json").read_text())
+        (run / "plan.json").write_text(json.dumps(dict.fromkeys(plan, value)))
+        assert "finished" in page.page([RunFacts(run)]) or "status" in page.page([RunFacts(run)])
+
+
+def test_an_older_run_and_many_runs(tmp_path: Path) -> None:
+    runs = [RunFacts(ROOT / "tests/fixtures/run_474a450/run")]
+    first = write_run(tmp_path / "r0")
+    runs += [RunFacts(first if place == 0 else shutil.copytree(first, tmp_path / f"r{place}")) for place in range(60)]
+    text = page.page(runs)
+    assert "of the first 12 of 61 runs" in text and text.count("<tr>") > 61
+
+
+def test_what_is_no_run_or_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run folder"):
+        page.report([tmp_path], None)
+    with pytest.raises(EnvironmentFault, match="cannot be written"):
+        page.report([write_run(tmp_path / "run")], tmp_path / "no" / "such" / "folder.html")
+
+
+def test_at_the_end_nothing_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = Plan.load(ROOT / "tests/fixtures/run_474a450/run/plan.json").model_copy(update={"run_dir": str(write_run(tmp_path / "run"))})
+    off = plan.config.report.model_copy(update={"html": False})
+    page.at_end(plan.model_copy(update={"config": plan.config.model_copy(update={"report": off})}))
+    assert not (tmp_path / "run/report.html").exists()
+    page.at_end(plan)
+    assert "finished" in (tmp_path / "run/report.html").read_text() and (tmp_path / "run/report.png").stat().st_size > 10_000
+    (tmp_path / "run/report.html").unlink()
+    (tmp_path / "run/report.html").mkdir()
+    page.at_end(plan)
+    assert "note: " in (err := capsys.readouterr().err) and "report.html" in err
+
+
+def test_browser(tmp_path: Path) -> None:
+    """Three widths, both themes, clicks; no error, nothing asked of a network, nothing of a stranger's run."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    if not Path("/usr/bin/chromium").exists():
+        pytest.skip("there is no /usr/bin/chromium: apt-get install chromium")
+    one = page.report([write_run(tmp_path / "one")], None)
+    two = page.report([tmp_path / "one", write_run(tmp_path / "two", seed=1, shift=0.5)], tmp_path / "two.html")
+    with (
+        sync_api.sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"]) as browser,
+    ):
+        for width, theme in ((390, "dark"), (820, "light"), (1440, "dark")):
+            tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
+            seen: list[str] = []
+            tab.on("console", lambda message, seen=seen: seen.append(message.text) if message.type in ("error", "warning") else None)
+            tab.on("pageerror", lambda error, seen=seen: seen.append(str(error)))
+            tab.on(
+                "request",
+                lambda request, seen=seen: seen.append(request.url) if not request.url.startswith(("file:", "data:", "blob:")) else None,
+            )
+            tab.goto(f"file://{one if width != 820 else two}")
+            tab.wait_for_selector(".chart .main-svg", timeout=60_000)
+            assert tab.evaluate("document.documentElement.dataset.theme") == theme
+            assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"wider than {width}"
+            tab.click("#theme")
+            assert tab.evaluate("document.documentElement.dataset.theme") != theme
+            tab.click("#log")
+            before = tab.locator("#config tbody tr:visible").count()
+            tab.click(".only[data-only='']")
+            assert tab.locator("#config tbody tr:visible").count() > before
+            tab.fill("[data-search=config]", "optimizer.lr")
+            assert tab.locator("#config tbody tr:visible").count() >= 1
+            if width == 820:
+                tab.select_option("#pick", "1")
+                assert tab.locator(".run[data-run='0']:visible").count() == 0
+            else:
+                tab.fill(".least", "0.5")
+                assert tab.locator(".episodes .card:visible").count() == 2
+            assert not seen and tab.evaluate("window.hurt") is None
+            tab.close()
+    assert HOSTILE not in one.read_text()
