@@ -54,7 +54,7 @@ def test_a_data_set(modelscope: Path) -> None:
 
 def test_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "modelscope", None)
-    with pytest.raises(ModelError, match="modelscope is not installed .* pip install modelscope"):
+    with pytest.raises(ModelError, match=r"modelscope is not installed .* pip install modelscope"):
         resolve(ModelConfig(id="modelscope:one/model"), lambda *_: None)
     with pytest.raises(DataError, match="modelscope is not installed"):
         call_hub(HubSource(kind="hub", id="modelscope:one/rows"), "load_dataset")
