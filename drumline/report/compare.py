@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,7 +162,7 @@ def _method(a: int, b: int, curves: int) -> str:
     return f"p: Welch's t-test, two-sided, n = {a} and {b} runs. “not shown”: p ≥ {SURE}. {each}"
 
 
-def _table(headers: list[str], rows: list[tuple[str, ...]]) -> Table:
+def _table(headers: list[str], rows: Sequence[tuple[str, ...]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for place, header in enumerate(headers):
         table.add_column(header, overflow="fold", ratio=None if place else 1)
