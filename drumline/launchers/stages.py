@@ -32,10 +32,10 @@ def _read(path: Path) -> list[dict[str, Any]]:
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with mmap.mmap(handle, 0, prot=mmap.PROT_READ) as memory:
-            words = bytes(memory)
+            board = bytes(memory)
     finally:
         os.close(handle)
-    ints, floats, now, found = memoryview(words).cast("q"), memoryview(words).cast("d"), time.monotonic(), []
+    ints, floats, now, found = memoryview(board).cast("q"), memoryview(board).cast("d"), time.monotonic(), []
     for rank, at in enumerate(range(0, len(ints), heartbeat.SLOT)):
         if ints[at + heartbeat.PID]:
             phase, since = heartbeat.PHASES[ints[at + heartbeat.PHASE]], floats[at + heartbeat.SINCE]

@@ -10,14 +10,14 @@ from drumline.core.explain import count
 from drumline.report.curves import MOST_POINTS, binned
 from drumline.report.facts import RunFacts, mapping, number, numbers
 from drumline.report.markup import Html, bytes_of, facts, join, moment, seconds_of, table, tag
-from drumline.report.sections import Figures
+from drumline.report.sections import Drawings
 from drumline.telemetry.truth import OFF
 
 COUNTED = ("productive", "recompute", "startup", "restore", "save", "eval", "other")  # of goodput
 MOST_EPISODES = 400
 
 
-def times(run: RunFacts, figures: Figures) -> Html | None:
+def times(run: RunFacts, drawings: Drawings) -> Html | None:
     """Goodput of each attempt, seconds of a step, and the heat map of ranks and phases."""
     made = []
     ended = [(f"attempt {place}", numbers((attempt.end or {}).get("goodput"))) for place, attempt in enumerate(run.attempts)]
@@ -25,7 +25,7 @@ def times(run: RunFacts, figures: Figures) -> Html | None:
     if ended:
         series = [{"name": part, "x": [goodput.get(part, 0.0) for _, goodput in ended]} for part in COUNTED]
         made.append(
-            figures.add(
+            drawings.add(
                 {"kind": "bars", "title": "Goodput: seconds of rank 0 by purpose", "rows": [name for name, _ in ended], "series": series}
             )
         )
@@ -33,7 +33,9 @@ def times(run: RunFacts, figures: Figures) -> Html | None:
         ranks = max(map(len, phases.values()))
         note = "by the clock of the host: on a GPU, whose work is queued, its time is in the phase that waits for it"
         rows = [[seconds[rank] if rank < len(seconds) else None for rank in range(ranks)] for seconds in phases.values()]
-        made.append(figures.add({"kind": "heat", "title": "Seconds by phase and rank", "rows": list(phases), "values": rows, "note": note}))
+        made.append(
+            drawings.add({"kind": "heat", "title": "Seconds by phase and rank", "rows": list(phases), "values": rows, "note": note})
+        )
     parts = {"data": "data_s", "compute": "compute_s", "waiting for other ranks": "comm_s"}
     lines = [
         {"name": name, "color": place, **binned(points, MOST_POINTS)}
@@ -42,7 +44,7 @@ def times(run: RunFacts, figures: Figures) -> Html | None:
     ]
     if lines:
         note = "means over ranks" + ("" if len(lines) > 2 else "; waiting for others is not measured apart, and counts as compute")
-        made.append(figures.add({"kind": "lines", "title": "Seconds of a step", "series": lines, "note": note}))
+        made.append(drawings.add({"kind": "lines", "title": "Seconds of a step", "series": lines, "note": note}))
     below = []
     if started := numbers(run.last("started").get("seconds")):
         below.append(
@@ -52,11 +54,11 @@ def times(run: RunFacts, figures: Figures) -> Html | None:
 
 
 def _grid(made: list[Html], *below: Any) -> Html | None:
-    """Figures beside each other, and what stands below them."""
+    """Drawings beside each other, and what stands below them."""
     return join((tag("div", *made, class_="grid") if made else "", *below)) if made or below else None
 
 
-def memory(run: RunFacts, figures: Figures) -> Html | None:
+def memory(run: RunFacts, drawings: Drawings) -> Html | None:
     """Predicted against measured by category, and each rank over the steps."""
     made = []
     planned = numbers(run.last("planned").get("memory"))
@@ -74,7 +76,7 @@ def memory(run: RunFacts, figures: Figures) -> Html | None:
         ]
         note = "activations, logits and buffers are measured as a part of the peak"
         made.append(
-            figures.add(
+            drawings.add(
                 {
                     "kind": "bars",
                     "grouped": True,
@@ -92,7 +94,7 @@ def memory(run: RunFacts, figures: Figures) -> Html | None:
             if run.last("run_start").get("device") == "cuda"
             else "the process's resident set, with Python and its libraries"
         )
-        made.append(figures.add({"kind": "lines", "unit": "bytes", "title": "Memory of each rank", "series": lines, "note": by}))
+        made.append(drawings.add({"kind": "lines", "unit": "bytes", "title": "Memory of each rank", "series": lines, "note": by}))
     below = []
     if rows:
         cells = [
@@ -126,7 +128,7 @@ def _by_rank(run: RunFacts) -> list[dict[str, Any]]:
     ]
 
 
-def communication(run: RunFacts, figures: Figures) -> Html | None:
+def communication(run: RunFacts, drawings: Drawings) -> Html | None:
     """Bytes by kind of collective, and seconds that computing did not hide."""
     planned, sent = numbers(run.last("planned").get("traffic")), run.points("step", "sent_bytes")
     waits, seconds = run.points("step", "comm_s"), run.points("step", "seconds")
@@ -146,7 +148,7 @@ def communication(run: RunFacts, figures: Figures) -> Html | None:
     return facts([*known, ("waiting for other ranks", share)])
 
 
-def faults(run: RunFacts, figures: Figures) -> Html | None:
+def faults(run: RunFacts, drawings: Drawings) -> Html | None:
     """Each attempt and how it ended, and what else went wrong."""
     rows = []
     for place, attempt in enumerate(run.attempts):
@@ -172,7 +174,7 @@ def faults(run: RunFacts, figures: Figures) -> Html | None:
     return join(made)
 
 
-def data(run: RunFacts, figures: Figures) -> Html | None:
+def data(run: RunFacts, drawings: Drawings) -> Html | None:
     """Samples, and the tokens in the loss."""
     known = numbers(run.plan.get("data"))
     if not known.get("train_samples"):
@@ -189,7 +191,7 @@ def data(run: RunFacts, figures: Figures) -> Html | None:
     return facts([*pairs, ("tokens trained on", f"{trained:,.0f}" if trained else None)])
 
 
-def evaluations(run: RunFacts, figures: Figures) -> Html | None:
+def evaluations(run: RunFacts, drawings: Drawings) -> Html | None:
     """A row an evaluation; the last against the first."""
     found = run.of("eval")
     keys = list(dict.fromkeys(key for event in found for key in event if key not in ("t", "kind", "step", "samples", "seconds")))
@@ -206,7 +208,7 @@ def evaluations(run: RunFacts, figures: Figures) -> Html | None:
     return table(["after step", *keys, "samples", "took"], [*rows, ["change", *change, None, None]])
 
 
-def samples(run: RunFacts, figures: Figures) -> Html | None:
+def samples(run: RunFacts, drawings: Drawings) -> Html | None:
     """What the weights wrote on the same held-out prompts, first and last."""
     found = [(event["step"], shown) for event in run.of("samples") if (shown := _dictionaries(event.get("samples")))]
     if not found:
@@ -221,7 +223,7 @@ def samples(run: RunFacts, figures: Figures) -> Html | None:
     return tag("div", *cards, class_="cards")
 
 
-def rollouts(run: RunFacts, figures: Figures) -> Html | None:
+def rollouts(run: RunFacts, drawings: Drawings) -> Html | None:
     """Episodes with their rewards; page.js filters them."""
     found = [(event["step"], each) for event in run.of("completions") for each in _dictionaries(event.get("completions"))]
     if not found:
@@ -267,7 +269,7 @@ def _written(value: Any) -> str:
     return str(value)
 
 
-def devices(run: RunFacts, figures: Figures) -> Html | None:
+def devices(run: RunFacts, drawings: Drawings) -> Html | None:
     """Utilisation, temperature and power of each rank's GPU; energy."""
     made = []
     for name, label in (("utilisation", "utilisation, %"), ("celsius", "temperature, °C"), ("watts", "power, W")):
@@ -277,12 +279,12 @@ def devices(run: RunFacts, figures: Figures) -> Html | None:
                 if (value := number(each.get(name))) is not None and type(event.get("step")) is int:
                     points.setdefault(rank, []).append((event["step"], value))
         lines = [{"name": f"rank {rank}", "color": rank, **binned(each, MOST_POINTS)} for rank, each in sorted(points.items())]
-        made += [figures.add({"kind": "lines", "title": f"GPU: {label}", "series": lines})] if lines else []
+        made += [drawings.add({"kind": "lines", "title": f"GPU: {label}", "series": lines})] if lines else []
     energy = [value for event in run.of("run_end") if (value := number(event.get("kwh"))) is not None]
     return _grid(made, *[tag("p", f"Energy that the devices took: {sum(energy):.4g} kWh.")] * bool(energy))
 
 
-def checkpoints(run: RunFacts, figures: Figures) -> Html | None:
+def checkpoints(run: RunFacts, drawings: Drawings) -> Html | None:
     rows = []
     for row in run.checkpoints:
         state = "whole" if row["whole"] else "damaged" if row["there"] else row.get("error") or "removed"
@@ -312,7 +314,7 @@ def checkpoints(run: RunFacts, figures: Figures) -> Html | None:
     )
 
 
-def environment(run: RunFacts, figures: Figures) -> Html | None:
+def environment(run: RunFacts, drawings: Drawings) -> Html | None:
     """Where it ran, and the command that repeats it."""
     start = run.last("run_start")
     pairs = [(name, value) for name, value in mapping(start.get("environment")).items()]
@@ -341,7 +343,7 @@ def repeat(run: RunFacts) -> str | None:
     )
 
 
-OF_A_RUN: dict[str, Callable[[RunFacts, Figures], Html | None]] = {
+OF_A_RUN: dict[str, Callable[[RunFacts, Drawings], Html | None]] = {
     "Time": times,
     "Memory": memory,
     "Devices": devices,

@@ -74,11 +74,11 @@ def page(runs: list[RunFacts]) -> str:
     """The whole HTML of one or more runs."""
     names = short_names(runs)
     detailed = runs[:MOST_DETAILED]
-    figures = sections.Figures()
-    curves = join(figures.add(chart) for chart in charts(runs, names))
+    drawings = sections.Drawings()
+    curves = join(drawings.add(chart) for chart in charts(runs, names))
     parts = [("Summary", sections.summary(runs, names)), ("Curves", tag("div", curves, class_="grid") if curves else None)]
     for title, section in OF_A_RUN.items():
-        made = [section(run, figures) for run in detailed]
+        made = [section(run, drawings) for run in detailed]
         if any(made):
             parts.append((title, join(_of_run(place, inner) for place, inner in enumerate(made))))
     parts.insert(-2, ("Configuration", sections.configuration(detailed, names)))
@@ -95,7 +95,7 @@ def page(runs: list[RunFacts]) -> str:
             tag("noscript", tag("p", "Curves and filters need JavaScript; tables do without.", class_="note")),
         )
     )
-    return document(f"{title} · Drumline", body, {"charts": figures.made}, asset("page.js"))
+    return document(f"{title} · Drumline", body, {"charts": drawings.made}, asset("page.js"))
 
 
 def document(title: str, body: Html, data: object, script: str, connect: str = "'none'") -> str:

@@ -18,7 +18,7 @@ MOST_COLUMNS = 8  # of keys that differ, in the table of runs
 MOST_CELL = 300  # characters of a value in a table
 
 
-class Figures:
+class Drawings:
     """Drawings of a page, in the order of their places."""
 
     def __init__(self) -> None:
