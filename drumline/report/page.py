@@ -34,7 +34,7 @@ def report(folders: list[Path], out: Path | None) -> Path:
     _write(path, page(runs))
     drawn = draw(runs, path.with_suffix(".png"))
     notes([f"{run.name}: {problem}" for run in runs for problem in run.problems])
-    notes([] if drawn else [f"{path.with_suffix('.png').name} is left out: pip install 'drumline[plot]' draws it"])
+    notes([] if drawn else [f"{path.with_suffix('.png').name} is left out: pip install matplotlib draws it"])
     return path
 
 

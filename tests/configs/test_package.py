@@ -60,7 +60,9 @@ def test_what_is_installed_trains_in_an_empty_folder(built: Path, kind: str, tmp
     # A path in a .pth file: .pth files there, of editable installs, are not read.
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (package,) = built.glob(kind)
-    run(python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed", package, cwd=tmp_path)
+    run(
+        python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed", package, cwd=tmp_path
+    )
     folder = tmp_path / "empty"
     folder.mkdir()
     where = run(python, "-c", "import drumline; print(drumline.__file__)", cwd=folder).strip()

@@ -29,6 +29,14 @@ def test_every_extra_has_code() -> None:
         assert re.search(rf"\b{first}\b", code), f"nothing uses {first} of the extra {extra}"
 
 
+def test_files_that_are_no_modules_are_in_the_wheel() -> None:
+    """tests/configs/test_package.py builds it; this says it sooner."""
+    taken = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["drumline"]
+    package = ROOT / "drumline"
+    files = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert files and not files - {path for pattern in taken for path in package.glob(pattern)}
+
+
 def test_hints_name_packages() -> None:
     """`drumline[…]` can be installed only once it is published."""
     for folder in ("drumline", "examples", "docs"):
