@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, TopKLogitsWarper, TopPLogitsWarper
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StoppingCriteria, TopKLogitsWarper, TopPLogitsWarper
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from drumline.core import rollouts as c
 from drumline.core.heartbeat import alive
@@ -160,7 +162,8 @@ class Generator(Protocol):
 
 
 class HFGenerator:
-    """transformers' `generate` with a KV cache, `config.batch` prompts of like length at once, padded on the left.
+    """transformers' `generate` with a KV cache, `config.batch` prompts of like length at once, padded on the left. A prompt that is
+    completed several times is read once.
 
     `model`: a causal LM that lies whole on one device: the trainable one, or a copy. It is put into eval mode while it
     generates, and left as it was. `autocast`: the type that it computes in, where that is not its weights' (a trainable model under bf16).
@@ -197,6 +200,7 @@ class HFGenerator:
             out_BT = self.model.generate(
                 ids_BT,
                 attention_mask=mask_BT,
+                **self._prefix(requests, ids_BT, mask_BT),
                 generation_config=GenerationConfig(
                     max_new_tokens=self.config.max_new_tokens, do_sample=False, use_cache=True, pad_token_id=self.pad
                 ),
@@ -211,19 +215,46 @@ class HFGenerator:
             for tokens, row, length, ended in zip(out_BT[:, width:].tolist(), log_probs, lengths, ends.lengths, strict=True)
         ]
 
+    def _prefix(self, requests: list[Request], ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, Any]:
+        """What `generate` need not compute: keys and values of the prompts but for their last tokens, once for all requests of a prompt.
+        Nothing, where none is there twice, or a layer keeps anything else."""
+        rows: dict[tuple[int, ...], int] = {}
+        place_B = [rows.setdefault(tuple(request.tokens), len(rows)) for request in requests]
+        cache = DynamicCache(config=self.model.config)
+        if (
+            len(rows) == len(requests)
+            or ids_BT.shape[1] == 1
+            or {type(layer) for layer in cache.layers} - {DynamicLayer, DynamicSlidingWindowLayer}
+        ):
+            return {}
+        decoder = self.model.get_decoder()
+        first = [place_B.index(row) for row in range(len(rows))]
+        mask_UT = mask_BT[first, :-1]
+        inputs = {"input_ids": ids_BT[first, :-1], "attention_mask": mask_UT, "past_key_values": cache, "use_cache": True}
+        if "position_ids" in inspect.signature(decoder.forward).parameters:
+            inputs["position_ids"] = (mask_UT.cumsum(1) - 1).clamp(min=0)
+        decoder(**inputs)
+        cache.batch_select_indices(torch.tensor(place_B, device=ids_BT.device))
+        return {"past_key_values": cache}
+
 
 def deal(requests: list[Request], ranks: int) -> list[list[int]]:
     """Which requests each rank takes: indices, each in exactly one list; the same on every rank that computes it.
 
-    From the longest prompt down, a request goes to the rank with the fewest prompt tokens so far (longest processing first, Graham 1969:
-    within 4/3 of the best balance), and of such ranks to the one with the fewest requests: equal prompts are dealt round.
+    All requests of a prompt go together where prompts divide by ranks, so that each prompt is read once. From the longest prompt down, they
+    go to the rank with the fewest prompt tokens so far (longest processing first, Graham 1969: within 4/3 of the best balance), and of such
+    ranks to the one with the fewest requests: equal prompts are dealt round.
     """
+    together: dict[tuple[int, ...], list[int]] = {}
+    for index, request in enumerate(requests):
+        together.setdefault(tuple(request.tokens), []).append(index)
+    parts = list(together.values()) if len(together) % ranks == 0 else [[index] for index in range(len(requests))]
     shares: list[list[int]] = [[] for _ in range(ranks)]
     lightest = [(0, 0, rank) for rank in range(ranks)]
-    for index in sorted(range(len(requests)), key=lambda i: -len(requests[i].tokens)):
+    for part in sorted(parts, key=lambda part: -len(requests[part[0]].tokens)):
         tokens, count, rank = lightest[0]
-        shares[rank].append(index)
-        heapq.heapreplace(lightest, (tokens + len(requests[index].tokens), count + 1, rank))
+        shares[rank] += part
+        heapq.heapreplace(lightest, (tokens + len(part) * len(requests[part[0]].tokens), count + len(part), rank))
     return shares
 
 

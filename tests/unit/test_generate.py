@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from drumline.core.model import ModelConfig
 from drumline.core.rollouts import ContinuousGenerator as ContinuousConfig
 from drumline.core.rollouts import HFGenerator as HFConfig
 from drumline.errors import DataError, DrumlineError, PlanError
+from drumline.models.build import build_model
 from drumline.rl.continuous import ContinuousGenerator
-from drumline.rl.generate import Endings, HFGenerator, Request, Sampler, gumbel, request_seed
+from drumline.rl.generate import Endings, HFGenerator, Request, Sampler, deal, gumbel, request_seed
 from tests.tiny import tiny_model_dir, tiny_tokenizer
+from tests.unit.test_attention import PACK
 
 TEXTS = ["The", "What is two plus three?", "Every rank keeps in step with the drum: one, two", "A gradient", "Rome", "one two three"]
 
@@ -86,6 +89,31 @@ def test_a_sample_hangs_on_neither_batch_nor_order_nor_company(model: Any) -> No
     backwards = hf(model, batch=3).generate(prompts()[::-1], step=3)[::-1]
     assert [c.tokens for c in backwards] == [c.tokens for c in whole]
     assert hf(model).generate(prompts()[2:3], step=3)[0].tokens == whole[2].tokens
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral with a window", pytest.param("gemma3", marks=pytest.mark.full)])
+def test_a_group_of_requests_reads_its_prompt_once(kind: str) -> None:
+    model = build_model(None, ModelConfig(id=None, config=PACK[kind]), seed=0).eval()
+    read: list[int] = []
+    model.get_decoder().register_forward_pre_hook(lambda _m, _a, inputs: read.append(inputs["input_ids"].numel()), with_kwargs=True)
+    groups = [[Request([5 + i, *range(8, 8 + length)], (i, sample)) for sample in range(4)] for i, length in enumerate((2, 8, 5))]
+    generator = hf(model, max_new_tokens=6)
+    together = generator.generate([request for group in groups for request in group], step=1)
+    # Prompts but for their last tokens, three rows 8 wide; then a token of each of the twelve.
+    assert read == [3 * 8, *[12] * 6]
+    alone = [generator.generate([request], step=1)[0] for group in groups for request in group]
+    assert [each.tokens for each in together] == [each.tokens for each in alone]
+    for a, b in zip(together, alone, strict=True):
+        assert a.log_probs == pytest.approx(b.log_probs, abs=1e-5)
+
+
+def test_requests_of_a_prompt_go_together_where_prompts_divide_by_ranks() -> None:
+    groups = [[Request([1] * (3 + prompt), (prompt, sample)) for sample in range(3)] for prompt in range(4)]
+    requests = [request for group in groups for request in group]
+    shares = deal(requests, 2)
+    assert sorted(len(share) for share in shares) == [6, 6] and sorted(i for share in shares for i in share) == list(range(12))
+    assert all(len({requests[i].key[0] for i in share}) == 2 for share in shares)
+    assert sorted(len(share) for share in deal(requests, 3)) == [4, 4, 4]
 
 
 def test_seed_step_and_key_each_change_the_sample(model: Any) -> None:
