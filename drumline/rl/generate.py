@@ -21,7 +21,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StoppingCriteria, TopKLogitsWarper, TopPLogitsWarper
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from drumline.core import rollouts as c
 from drumline.core.heartbeat import alive
@@ -29,6 +28,7 @@ from drumline.data.templates import end_ids
 from drumline.dist.reduce import from_all
 from drumline.dist.seeds import derive
 from drumline.errors import DataError, ModelError, PlanError
+from drumline.vendor.transformers import DynamicLayer, DynamicSlidingWindowLayer
 
 WHERE = "algorithm.generator"
 Weights = Iterator[tuple[str, torch.Tensor]]

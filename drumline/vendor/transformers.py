@@ -10,6 +10,8 @@ PLACES = {
     "ContinuousBatchingLogitsProcessorList": (
         "transformers.generation.continuous_batching.cb_logits_processors:ContinuousBatchingLogitsProcessorList"
     ),
+    "DynamicLayer": "transformers.cache_utils:DynamicLayer",
+    "DynamicSlidingWindowLayer": "transformers.cache_utils:DynamicSlidingWindowLayer",
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES": "transformers.models.auto.modeling_auto:MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "WeightRenaming": "transformers.core_model_loading:WeightRenaming",
     "and_masks": "transformers.masking_utils:and_masks",
