@@ -95,7 +95,11 @@ def test_a_sample_hangs_on_neither_batch_nor_order_nor_company(model: Any) -> No
 def test_a_group_of_requests_reads_its_prompt_once(kind: str) -> None:
     model = build_model(None, ModelConfig(id=None, config=PACK[kind]), seed=0).eval()
     read: list[int] = []
-    model.get_decoder().register_forward_pre_hook(lambda _m, _a, inputs: read.append(inputs["input_ids"].numel()), with_kwargs=True)
+
+    def look(_module: Any, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+        read.append((args[0] if args else inputs["input_ids"]).numel())
+
+    model.get_decoder().register_forward_pre_hook(look, with_kwargs=True)
     groups = [[Request([5 + i, *range(8, 8 + length)], (i, sample)) for sample in range(4)] for i, length in enumerate((2, 8, 5))]
     generator = hf(model, max_new_tokens=6)
     together = generator.generate([request for group in groups for request in group], step=1)
