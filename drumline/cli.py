@@ -74,6 +74,7 @@ def train(
     allow: Annotated[str, typer.Option(metavar="KEYS", help="With --resume: config keys that may differ, comma-separated, or `all`.")] = "",
     trust_remote_code: Trust = False,
     detach: Annotated[bool, typer.Option("--detach", help="With a launcher that submits: do not wait for the end.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Also show the run on a page in the browser, as `drumline watch` does.")] = False,
     accelerate_config: Annotated[
         Path | None, _path_option(metavar="F", help="An accelerate config or DeepSpeed JSON; its strategy overrides that of CONFIG.")
     ] = None,
@@ -84,7 +85,9 @@ def train(
     extra = [f"launch.nproc={nproc}"] * (nproc is not None) + [f"launch.max_restarts={max_restarts}"] * (max_restarts is not None)
     allowed = tuple(key for key in allow.split(",") if key)
     overrides = [*(overrides or []), *extra, *["launch.detach=true"] * detach, *TRUSTED * trust_remote_code]
-    raise typer.Exit(run(config, overrides, resume=resume, allow=allowed, dry_run=dry_run, accelerate_config=accelerate_config))
+    raise typer.Exit(
+        run(config, overrides, resume=resume, allow=allowed, dry_run=dry_run, accelerate_config=accelerate_config, watch=watch)
+    )
 
 
 @app.command()

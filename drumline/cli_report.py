@@ -32,7 +32,21 @@ def compare(
     show(runs)
 
 
+def watch(
+    runs: Runs,
+    host: Annotated[
+        str, typer.Option(help="The address to listen at; another than this machine's own needs the token that is printed.")
+    ] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="The port; 0: a free one. Default: 8765.")] = None,
+) -> None:
+    """Follow runs on a page in the browser until Ctrl-C. Nothing is asked of the runs."""
+    from drumline.launchers.stages import stages
+    from drumline.report.watch import watch as serve
+
+    serve(list(dict.fromkeys(runs)), host, port, stages)
+
+
 def add(app: typer.Typer) -> None:
     """Have `app` know of them."""
-    for command in (report, compare):
+    for command in (report, compare, watch):
         app.command()(command)

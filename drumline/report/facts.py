@@ -17,9 +17,10 @@ from drumline.telemetry.truth import Comparison
 
 # Of a step, in the order of the page; what an algorithm has besides comes after the losses.
 RATES = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "tokens/s", "mfu": "model FLOPs utilisation"}
-NOT_CURVES = {"t", "step", "tokens", "samples", "samples_per_s", "seconds", "data_s", "compute_s", "comm_s", "sent_bytes", "epoch", *RATES}
-NOT_SCORES = {"t", "step", "samples", "seconds"}
+NOT_CURVES = {"tokens", "samples", "samples_per_s", "seconds", "data_s", "compute_s", "comm_s", "sent_bytes", "epoch", *RATES}
+NOT_SCORES = {"samples", "seconds"}
 ROLLOUT = {"reward": "reward", "length": "tokens of a completion", "ended": "part of completions that ended"}
+ORDER = ("loss", "held out", "reward", *ROLLOUT.values(), "", *RATES.values())  # of curves; "": what an algorithm has besides
 APART = ("run.seed", "run.dir", "data.cache_dir")  # runs that differ in these alone are repetitions
 Points = list[tuple[int, float]]
 
@@ -44,6 +45,26 @@ def flat(value: Any, place: str = "") -> dict[str, Any]:
     if isinstance(value, dict) and value:
         return {name: leaf for key, inner in value.items() for name, leaf in flat(inner, f"{place}.{key}" if place else str(key)).items()}
     return {place: value}
+
+
+def named(event: dict[str, Any]) -> dict[str, float]:
+    """What an event adds to curves, by the name that users read."""
+    found = {key: value for key, value in numbers(event).items() if key not in ("t", "step")}
+    if event["kind"] == "step":
+        return {RATES.get(key, key): value for key, value in found.items() if key in RATES or key not in NOT_CURVES}
+    if event["kind"] == "eval":
+        return {f"held out: {key}": value for key, value in found.items() if key not in NOT_SCORES}
+    if event["kind"] == "rollout":
+        return {
+            ROLLOUT.get(key, key.replace("/", ": ")): value for key, value in found.items() if key in ROLLOUT or key.startswith("reward/")
+        }
+    return {}
+
+
+def place_of(name: str) -> int:
+    """Of a curve on the page."""
+    start = name.partition(":")[0]
+    return ORDER.index(start if start in ORDER else "")
 
 
 @dataclass
@@ -124,17 +145,12 @@ class RunFacts:
 
     @cached_property
     def curves(self) -> dict[str, Points]:
-        """Name as users read it → points, in the order of the page."""
-        steps, scores, rollouts = (
-            list(dict.fromkeys(key for event in self.of(kind) for key in event)) for kind in ("step", "eval", "rollout")
-        )
-        made = {"loss": self.points("step", "loss")}
-        made |= {f"held out: {key}": self.points("eval", key) for key in scores if key not in NOT_SCORES}
-        made |= {label: self.points("rollout", key) for key, label in ROLLOUT.items()}
-        made |= {key.replace("reward/", "reward: "): self.points("rollout", key) for key in rollouts if key.startswith("reward/")}
-        made |= {key: self.points("step", key) for key in steps if key not in NOT_CURVES and key not in ("kind", "loss")}
-        made |= {label: self.points("step", key) for key, label in RATES.items()}
-        return {name: points for name, points in made.items() if points}
+        """Name → points in order, the last word on each step, in the order of the page."""
+        made: dict[str, dict[int, float]] = {}
+        for event in self.events:
+            for name, value in named(event).items():
+                made.setdefault(name, {})[event["step"]] = value
+        return {name: sorted(made[name].items()) for name in sorted(made, key=place_of)}
 
     @cached_property
     def attempts(self) -> list[Attempt]:

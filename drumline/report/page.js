@@ -1,82 +1,4 @@
 "use strict";
-const data = JSON.parse(document.getElementById("values").textContent);
-const all = (query, from = document) => [...from.querySelectorAll(query)];
-const COLORS = ["#3b6fb6", "#d9793b", "#3f8f6b", "#b5485d", "#7a62a8", "#8a6d3b", "#5b8fa8", "#a85b8f", "#6b7a3f", "#777777"];
-const PHASES = ["#3b6fb6", "#d9793b", "#9aa2ab", "#b5485d", "#7a62a8", "#3f8f6b", "#c9c4b8"];
-const root = document.documentElement, drawn = new Set();
-let log = false;
-
-function remembered(value) {  // a browser may keep nothing of a file
-  try { return value ? localStorage.setItem("drumline-theme", value) : localStorage.getItem("drumline-theme"); } catch { return null; }
-}
-function theme(name) {
-  root.dataset.theme = name;
-  document.getElementById("theme").textContent = name === "dark" ? "Light" : "Dark";
-  drawn.forEach(draw);
-}
-function ink(name) { return getComputedStyle(root).getPropertyValue(name).trim(); }
-function bytes(value) {
-  if (value == null) return "";
-  for (const unit of ["B", "KiB", "MiB", "GiB"]) { if (value < 1024) return `${+value.toFixed(unit === "B" ? 0 : 2)} ${unit}`; value /= 1024; }
-  return `${value.toFixed(2)} TiB`;
-}
-const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;");  // Plotly reads tags in texts
-function tint(color, alpha) { return color + Math.round(alpha * 255).toString(16).padStart(2, "0"); }
-
-function lines(chart) {
-  const traces = [], many = chart.series.length > 12;
-  for (const each of chart.series) {
-    const color = COLORS[each.color % COLORS.length], group = each.name;
-    if (each.low && (each.seeds || chart.series.length === 1)) {
-      traces.push({ x: each.x, y: each.high, mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false, legendgroup: group });
-      traces.push({ x: each.x, y: each.low, mode: "lines", line: { width: 0 }, fill: "tonexty", fillcolor: tint(color, .18), hoverinfo: "skip",
-                    showlegend: false, legendgroup: group });
-    }
-    const text = chart.unit === "bytes" ? each.y.map(bytes) : undefined, value = text ? "%{text}" : "%{y:.5~g}";
-    traces.push({ x: each.x, y: each.y, text, name: plain(each.name), legendgroup: group, mode: each.x.length < 40 && !each.member ? "lines+markers" : "lines",
-                  marker: { size: 4 }, line: { color: each.member ? tint(color, .45) : color, width: each.member ? 1 : 1.7 }, opacity: many ? .6 : 1,
-                  showlegend: !each.member && !many && chart.series.length > 1,
-                  hovertemplate: `step %{x:,}: ${value}<extra>${chart.series.length > 1 ? plain(each.name).slice(0, 60) : ""}</extra>` });
-  }
-  const shapes = (chart.marks || []).map((mark) => ({ type: "line", x0: mark.x, x1: mark.x, yref: "paper", y0: 0, y1: 1,
-    line: { color: ink("--bad"), width: 1, dash: "dot" }, label: { text: mark.text, textangle: 0, textposition: "end", xanchor: "left", yanchor: "top", font: { size: 10, color: ink("--bad") } } }));
-  const axis = chart.unit === "bytes" ? ticks(traces) : {};
-  return [traces, { shapes, hovermode: many ? "closest" : "x", xaxis: { title: { text: "step", standoff: 6 } }, yaxis: { type: log ? "log" : "linear", ...axis } }];
-}
-function ticks(traces) {  // bytes in steps that people read
-  const most = Math.max(...traces.flatMap((each) => each.y.filter((value) => value != null)), 1), step = 2 ** Math.ceil(Math.log2(most / 4));
-  const values = [0, 1, 2, 3, 4].map((place) => place * step).filter((value) => value <= most * 1.3);
-  return { tickvals: values, ticktext: values.map(bytes), rangemode: "tozero", type: "linear" };
-}
-function bars(chart) {
-  const rows = chart.rows.map(plain), grouped = chart.grouped;
-  const traces = chart.series.map((each, place) => ({ type: "bar", orientation: "h", y: rows, x: each.x, name: plain(each.name),
-    marker: { color: grouped ? COLORS[place] : PHASES[place % PHASES.length] }, text: chart.unit === "bytes" ? each.x.map(bytes) : undefined,
-    textposition: "none", hovertemplate: `%{y}: ${chart.unit === "bytes" ? "%{text}" : "%{x:.4~g} s"}<extra>${plain(each.name)}</extra>` }));
-  const most = Math.max(...chart.series.flatMap((each) => each.x.map((value) => value || 0)), 1), step = 2 ** Math.ceil(Math.log2(most / 3));
-  const values = [0, 1, 2, 3].map((place) => place * step).filter((value) => value <= most * 1.2);
-  const axis = chart.unit === "bytes" ? { tickvals: values, ticktext: values.map(bytes) } : { title: { text: "seconds", standoff: 6 } };
-  return [traces, { barmode: grouped ? "group" : "stack", bargap: .3, xaxis: axis, yaxis: { autorange: "reversed", automargin: true }, margin: { l: 84, r: 12, t: 8, b: 42 } }];
-}
-function heat(chart) {
-  const dark = root.dataset.theme === "dark", scale = dark ? [[0, "#1c2025"], [.5, "#2f5c97"], [1, "#a9c8f2"]] : [[0, "#fbfaf7"], [.5, "#8fb2dd"], [1, "#23508f"]];
-  const ranks = chart.values[0].map((_, rank) => `rank ${rank}`);
-  const few = ranks.length <= 8;
-  return [[{ type: "heatmap", x: ranks, y: chart.rows.map(plain), z: chart.values, colorscale: scale, xgap: 2, ygap: 2, texttemplate: few ? "%{z:.3~g}" : undefined,
-             hovertemplate: "%{x}, %{y}: %{z:.4~g} s<extra></extra>", colorbar: { thickness: 8, outlinewidth: 0, title: { text: "s" } } }],
-          { yaxis: { autorange: "reversed", automargin: true }, xaxis: { automargin: true, showgrid: false }, margin: { l: 84, r: 12, t: 8, b: 30 } }];
-}
-const KINDS = { lines, bars, heat };
-
-function draw(place) {
-  const chart = data.charts[+place.dataset.chart], [traces, own] = KINDS[chart.kind](chart);
-  const grid = { gridcolor: ink("--line"), zerolinecolor: ink("--line"), linecolor: ink("--line"), tickfont: { size: 11 } };
-  const legend = { orientation: "h", y: -0.22, traceorder: "normal", font: { size: 11 } };
-  Plotly.react(place, traces, { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink("--soft"), family: "inherit" },
-    margin: { l: 58, r: 12, t: 8, b: 42 }, legend, hoverlabel: { font: { size: 12 } }, ...own, xaxis: { ...grid, ...own.xaxis }, yaxis: { ...grid, ...own.yaxis } },
-    { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] });
-  drawn.add(place);
-}
 const seen = new IntersectionObserver((entries) => entries.forEach((entry) => {
   if (entry.isIntersecting) { seen.unobserve(entry.target); draw(entry.target); }
 }), { rootMargin: "200px" });
@@ -114,11 +36,9 @@ function episodes(box) {  // by reward and by text
   show();
 }
 
-theme(remembered() || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
-document.getElementById("theme").addEventListener("click", () => { const next = root.dataset.theme === "dark" ? "light" : "dark"; remembered(next); theme(next); });
 document.getElementById("log").addEventListener("click", (event) => { log = !log; event.target.setAttribute("aria-pressed", log); drawn.forEach(draw); });
 document.getElementById("print").addEventListener("click", () => print());
-document.getElementById("pick")?.addEventListener("change", (event) => all(".run").forEach((each) => { each.hidden = each.dataset.run !== event.target.value; }));
+document.getElementById("pick")?.addEventListener("change", (event) => all(".run").forEach((each) => { each.hidden = each.dataset.run !== event.target.value; if (each === all(".run").at(-1)) drawn.forEach(draw); }));
 all(".copy").forEach((button) => button.addEventListener("click", async () => {
   const code = button.parentElement.querySelector("code");
   try { await navigator.clipboard.writeText(code.textContent); button.textContent = "Copied"; } catch { getSelection().selectAllChildren(code); }
@@ -129,10 +49,4 @@ addEventListener("afterprint", () => theme(before));
 all(".sortable").forEach(sortable);
 all(".episodes").forEach(episodes);
 filters();
-// Plotly is large: the page is there before it, and it is run when the browser has shown that.
-requestAnimationFrame(() => setTimeout(() => {
-  const script = document.createElement("script");
-  script.textContent = document.getElementById("plotly").textContent;
-  document.head.append(script);
-  all(".chart").forEach((place) => seen.observe(place));
-}));
+begin(() => all(".chart").forEach((place) => seen.observe(place)));

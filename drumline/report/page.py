@@ -95,7 +95,7 @@ def page(runs: list[RunFacts]) -> str:
             tag("noscript", tag("p", "Curves and filters need JavaScript; tables do without.", class_="note")),
         )
     )
-    return document(f"{title} · Drumline", body, {"charts": drawings.made}, asset("page.js"))
+    return document(f"{title} · Drumline", body, {"charts": drawings.made}, asset("draw.js") + asset("page.js"))
 
 
 def document(title: str, body: Html, data: object, script: str, connect: str = "'none'") -> str:

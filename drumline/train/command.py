@@ -22,6 +22,7 @@ from drumline.errors import UserError
 from drumline.hardware.detect import likely_gpus
 from drumline.launchers.environment import die_with_launchers, first_rank, launched_by
 from drumline.launchers.lease import Lease
+from drumline.launchers.stages import stages
 from drumline.launchers.tasks import become, require_rendezvous, step_of_allocation, torchrun_of_node
 from drumline.report.bars import aside, bars, notes
 from drumline.report.page import at_end
@@ -37,6 +38,7 @@ def train(
     allow: tuple[str, ...],
     dry_run: bool,
     accelerate_config: Path | None = None,
+    watch: bool = False,
 ) -> int:
     """`drumline train`: plan, launch, watch. Returns the exit code."""
     myself = ["drumline", *sys.argv[1:]]
@@ -51,7 +53,10 @@ def train(
         code = made.loaded.config.launch.submit(made, dry_run)
         if code is not None:
             return code
-        return _dry_run(made) if dry_run else launch_ranks(made, display=True)[1]
+        return _dry_run(made) if dry_run else launch_ranks(made, display=True, watch=watch)[1]
+    if watch:
+        fix = "run `drumline watch RUN` in another terminal"
+        raise UserError(f"{launched_by()} has started the ranks", where="--watch", fix=fix)
     if dry_run:
         return _dry_run(request(int(os.environ["WORLD_SIZE"]))) if first_rank() else 0
     from drumline.train.launched import train as train_launched
@@ -118,8 +123,8 @@ def _dry_run(request: Request) -> int:
     return 0
 
 
-def launch_ranks(request: Request, display: bool) -> tuple[Path, int]:
-    """By our own launcher. Returns the run folder and the exit code."""
+def launch_ranks(request: Request, display: bool, watch: bool = False) -> tuple[Path, int]:
+    """By our own launcher. `watch`: serve the page of `drumline watch` meanwhile. Returns the run folder and the exit code."""
     request, config = _placed(request), request.loaded.config
     with ExitStack() as stack:
         run_dir = Path(config.run.dir or default_run_dir(request.loaded.path))
@@ -133,6 +138,10 @@ def launch_ranks(request: Request, display: bool) -> tuple[Path, int]:
         notes(plan.data.notes if plan.data else ())
         launcher = plan.config.launch
         launcher.require()
+        if watch:
+            from drumline.report.watch import beside
+
+            print(f"watch: {stack.enter_context(beside(run_dir, stages))}", flush=True)
         with ExitStack() as claim:
             (claim if launcher.elsewhere else stack).enter_context(Lease(run_dir))
             launcher.compare(plan, early)
