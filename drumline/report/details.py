@@ -24,17 +24,16 @@ def times(run: RunFacts, drawings: Drawings) -> Html | None:
     ended = [(name, goodput) for name, goodput in ended if goodput]
     if ended:
         series = [{"name": part, "x": [goodput.get(part, 0.0) for _, goodput in ended]} for part in COUNTED]
-        made.append(
-            drawings.add(
-                {"kind": "bars", "title": "Goodput: seconds of rank 0 by purpose", "rows": [name for name, _ in ended], "series": series}
-            )
-        )
+        lost = len(run.attempts) - len(ended)
+        note = f"{lost} of {len(run.attempts)} attempts ended before they could write theirs" if lost else ""
+        rows = [name for name, _ in ended]
+        made.append(drawings.add({"kind": "bars", "title": "Seconds of rank 0 by purpose", "rows": rows, "series": series, "note": note}))
     if phases := {name: seconds for name, seconds in run.phases.items() if any(second > 0 for second in seconds)}:
         ranks = max(map(len, phases.values()))
         note = "by the clock of the host: on a GPU, whose work is queued, its time is in the phase that waits for it"
-        rows = [[seconds[rank] if rank < len(seconds) else None for rank in range(ranks)] for seconds in phases.values()]
+        values = [[seconds[rank] if rank < len(seconds) else None for rank in range(ranks)] for seconds in phases.values()]
         made.append(
-            drawings.add({"kind": "heat", "title": "Seconds by phase and rank", "rows": list(phases), "values": rows, "note": note})
+            drawings.add({"kind": "heat", "title": "Seconds by phase and rank", "rows": list(phases), "values": values, "note": note})
         )
     parts = {"data": "data_s", "compute": "compute_s", "waiting for other ranks": "comm_s"}
     lines = [

@@ -64,7 +64,7 @@ function heat(chart) {
   const few = ranks.length <= 8;
   return [[{ type: "heatmap", x: ranks, y: chart.rows.map(plain), z: chart.values, colorscale: scale, xgap: 2, ygap: 2, texttemplate: few ? "%{z:.3~g}" : undefined,
              hovertemplate: "%{x}, %{y}: %{z:.4~g} s<extra></extra>", colorbar: { thickness: 8, outlinewidth: 0, title: { text: "s" } } }],
-          { yaxis: { autorange: "reversed", automargin: true }, xaxis: { automargin: true, showgrid: false }, margin: { l: 84, r: 12, t: 8, b: 30 } }];
+          { yaxis: { autorange: "reversed", automargin: true, ticks: "", showgrid: false }, xaxis: { automargin: true, ticks: "", showgrid: false }, margin: { l: 84, r: 12, t: 8, b: 30 } }];
 }
 const KINDS = { lines, bars, heat };
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from drumline.core.files import UNFINISHED
@@ -179,13 +181,15 @@ class RunFacts:
         return repr(sorted(rest.items(), key=lambda item: item[0])) if self.config else str(self.folder)
 
     @property
-    def goodput(self) -> dict[str, float]:
-        """Seconds by purpose, of all attempts that wrote their end."""
-        total: dict[str, float] = {}
-        for event in self.of("run_end"):
-            for name, seconds in numbers(event.get("goodput")).items():
-                total[name] = total.get(name, 0.0) + seconds
-        return total
+    def goodput(self) -> float | None:
+        """The part of the time that went into steps, each counted once: the mean of their seconds × the last step, over all attempts and
+        what lay between a fault and the next start."""
+        seconds = self.points("step", "seconds")
+        ends = [each.start["t"] if before.fault else before.start["t"] + before.seconds for before, each in pairwise(self.attempts)]
+        ends += [each.start["t"] + each.seconds for each in self.attempts[-1:]]
+        spent = sum(end - each.start["t"] for end, each in zip(ends, self.attempts, strict=True))
+        worth = fmean(value for _, value in seconds) * seconds[-1][0] if seconds else 0.0
+        return min(1.0, worth / spent) if spent > 0 else None
 
     @property
     def phases(self) -> dict[str, list[float]]:

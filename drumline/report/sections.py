@@ -68,7 +68,6 @@ def _key_numbers(run: RunFacts) -> dict[str, Any]:
     losses, rates, goodput = run.curves.get("loss", []), run.curves.get("tokens/s", []), run.goodput
     metric = run.config.get("eval.metric")
     scores = run.points("eval", str(metric))
-    worth = goodput.get("productive", 0.0) / goodput["elapsed"] if goodput.get("elapsed") else None
     peaks = [row for row in run.comparisons if row.category == "peak"]
     last = max((step for step, _ in losses), default=0)
     return {
@@ -78,7 +77,7 @@ def _key_numbers(run: RunFacts) -> dict[str, Any]:
         "held out": f"{metric} {scores[0][1]:.4g} → {scores[-1][1]:.4g}" if scores else None,
         "tokens/s, median": f"{statistics.median(value for _, value in rates):,.0f}" if rates else None,
         "peak a rank": f"{peaks[0].show(peaks[0].measured)}, planned {peaks[0].show(peaks[0].predicted)}" if peaks else None,
-        "goodput": f"{worth:.0%}" if worth is not None else None,
+        "goodput": f"{goodput:.0%}" if goodput is not None else None,
         "restarts": run.restarts,
         "time": seconds_of(run.seconds),
     }
@@ -99,9 +98,15 @@ def _remarks(run: RunFacts) -> list[str]:
 
 
 def short(value: Any) -> str:
-    """A value of the config on one line."""
-    shown = flow(value)
+    """A value of the config on one line; keys of lists that are not set are left out."""
+    shown = flow(_set(value))
     return shown if len(shown) <= MOST_CELL else f"{shown[:MOST_CELL]} …"
+
+
+def _set(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: made for key, inner in value.items() if (made := _set(inner)) not in (None, {})}
+    return [_set(each) for each in value] if isinstance(value, list) else value
 
 
 def configuration(runs: list[RunFacts], names: list[str]) -> Html | None:

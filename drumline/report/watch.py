@@ -90,8 +90,9 @@ class Live:
             self.fresh[kind] = {"step": event.get("step"), "shown": event.get(kind)}
 
     def _goodput(self) -> float | None:
-        """Seconds of steps, each once, over all since the first start."""
-        return min(1.0, sum(self.seconds.values()) / (self.last - self.began)) if self.last > self.began else None
+        """As RunFacts has it, so far."""
+        worth = sum(self.seconds.values()) / len(self.seconds) * max(self.seconds)
+        return min(1.0, worth / (self.last - self.began)) if self.last > self.began else None
 
     def message(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         """What came since the last one."""
