@@ -38,7 +38,7 @@ def test_what_a_run_says_is_on_its_page_and_runs_nothing(tmp_path: Path, monkeyp
         "killed &lt;/script",
         "900 (45.0%)",
         "1.00 MiB",
-        "70%",
+        "1 of 2 attempts",
         "drumline train",
         "2.13.0",
         "2 + 2?",
