@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from drumline.core.algorithm import Algorithm, AlgorithmSpec
 from drumline.core.cluster import CLUSTER_ALONE, ClusterConfig
-from drumline.core.data import DataConfig
+from drumline.core.data import DATA_ALONE, DataConfig
 from drumline.core.launcher import Launcher, LauncherSpec
 from drumline.core.model import Head, ModelConfig
 from drumline.core.optimizer import OptimizerConfig
@@ -254,7 +254,7 @@ class Config(Section):
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     algorithm: Algorithm = Field(default_factory=lambda: make(AlgorithmSpec, "sft"))
-    data: DataConfig
+    data: Annotated[DataConfig, DATA_ALONE]
     batch: BatchConfig = Field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: Annotated[ScheduleConfig, KIND_ALONE] = Field(default_factory=ScheduleConfig)

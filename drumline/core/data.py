@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from drumline.core.registry import Registered, Spec, find_object, imported
-from drumline.core.section import MOST_SEED, Amount, PathText, Section, Steps
+from drumline.core.section import MOST_SEED, Amount, PathText, Section, Short, Steps
+from drumline.core.urls import is_url, secret_mistake
 
 Forms = tuple[tuple[str, ...], ...]  # the columns of a row, one tuple for each form that it may have
 TEXT_FORMS: Forms = (("messages",), ("prompt", "completion"), ("text",))
 PAIR_FORMS: Forms = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 PROMPT_FORMS: Forms = (("prompt",), ("messages",))
+KINDS_OF_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".xlsx", ".txt")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+SAVED = ("dataset_dict.json", "state.json")  # a file of what save_to_disk writes
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def kind_of_file(path: str) -> str:
+    """`.jsonl` of rows.jsonl.gz: the last ending, without that of a compression."""
+    name = Path(path).name.lower()
+    return Path(name.removesuffix(Path(name).suffix) if name.endswith(COMPRESSED) else name).suffix
 
 
 class Columns(Section):
@@ -42,9 +55,37 @@ class SourceSpec(Spec):
     thing: ClassVar[str] = "data source"
     module: ClassVar[str] = "drumline.core.data"
     short: ClassVar[bool] = False
+    texts: ClassVar[bool] = True
+
+    @classmethod
+    def long(cls, value: Any, base_dir: Path | None) -> Any:
+        """A source in full. A text is a file, folder, glob or URL; OWNER/NAME of the hub where no such path exists, or hub:OWNER/NAME,
+        modelscope:OWNER/NAME, tasks:NAME,NAME, digits. Of a section without kind, `path` is such a text."""
+        if isinstance(value, Mapping) and "kind" not in value:
+            named = {"id": "hub", "query": "sql", "tasks": "tasks"}
+            kind = next((kind for key, kind in named.items() if key in value), None)
+            path = value.get("path")
+            found = {"kind": kind} if kind else cls.long(path, base_dir) if isinstance(path, str) else {"kind": "file"} if path else {}
+            return {**value, **found}
+        if not isinstance(value, str):
+            return value
+        start, _, name = value.partition(":")
+        place = None if is_url(value) or "\0" in value else (base_dir or Path()) / Path(value).expanduser()
+        if start == "tasks" and name:
+            return {"kind": "tasks", "tasks": {each.strip(): {} for each in name.split(",") if each.strip()}}
+        if start in ("hub", "modelscope") and name:
+            return {"kind": "hub", "id": name if start == "hub" else value}
+        if value == "digits":
+            return {"kind": "digits"}
+        if place is not None and any(os.path.isfile(place / each) for each in SAVED):  # noqa: PTH113 - it never raises
+            return {"kind": "saved", "path": value}
+        is_hub_id = _HUB_ID.fullmatch(value) and kind_of_file(value) not in KINDS_OF_FILES
+        if is_hub_id and place is not None and not os.path.exists(place):  # noqa: PTH110 - as above
+            return {"kind": "hub", "id": value}
+        return {"kind": "file", "path": value}
 
     columns: Columns = Field(default_factory=Columns, description="Map your column names to messages | prompt + completion | text.")
-    format: Literal["auto", "own", "sharegpt", "alpaca", "verdict", "ranked", "pair", "answer", "transcript"] = Field(
+    format: Literal["auto", "own", "sharegpt", "alpaca", "verdict", "ranked", "pair", "answer", "transcript", "document"] = Field(
         "auto", description="How another tool has written the rows (see docs/data.md); auto: by their columns; own: not at all."
     )
     limit: Steps | None = Field(None, description="Take at most this many rows.")
@@ -67,9 +108,22 @@ class SourceSpec(Spec):
         return found.hexdigest()
 
 
+def _without_secret(path: str) -> str:
+    if not path.strip():
+        raise ValueError("it is empty: name a file, a folder or a URL")
+    if mistake := secret_mistake(path):
+        raise ValueError(mistake)
+    return path
+
+
 class FileSource(SourceSpec):
     kind: Literal["file"] = "file"
-    path: PathText = Field(description="A .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a glob. Relative to the YAML's folder.")
+    path: Annotated[PathText, AfterValidator(_without_secret)] = Field(
+        description="A .jsonl, .json, .csv, .tsv, .parquet, .arrow, .xlsx or .txt file, also as .gz, .bz2, .xz or .zst; a glob, or a folder"
+        " of such; relative to the YAML's folder. Or a URL that fsspec reads: s3://, gs://, hf://, https://."
+    )
+    split: str = Field("train", description="Of a folder whose files are named by splits (train, test, validation): the one to read.")
+    sheet: str | None = Field(None, description="The sheet of an .xlsx file; null: its only one.")
 
 
 class HubSource(SourceSpec):
@@ -91,6 +145,31 @@ class SavedSource(SourceSpec):
     kind: Literal["saved"] = "saved"
     path: PathText = Field(description="A folder written by `datasets`' save_to_disk.")
     split: str | None = Field(None, description="The split, if the folder has more than one.")
+
+
+class SqlSource(SourceSpec):
+    """The rows of a query, by `datasets`."""
+
+    kind: Literal["sql"] = "sql"
+    query: str = Field(min_length=1, description="SELECT …, or the name of a table. With ORDER BY rows come in one order.")
+    path: PathText | None = Field(None, description="An SQLite file, relative to the YAML's folder. It is only read.")
+    url_env: str | None = Field(
+        None, pattern=r"^\w+$", description="The name of an environment variable that has the database's URL for SQLAlchemy: DATABASE_URL."
+    )
+
+    @model_validator(mode="after")
+    def _one_database(self) -> SqlSource:
+        if (self.path is None) == (self.url_env is None):
+            raise ValueError("name the database: `path` of an SQLite file, or `url_env`, the environment variable that has its URL")
+        if self.path is not None and is_url(self.path):
+            raise ValueError(
+                "a database's URL may hold a password: put it into an environment variable, and that one's name into `url_env`"
+            )
+        return self
+
+    @property
+    def label(self) -> str:
+        return f"sql/{self.url_env or Path(self.path or '').name}"
 
 
 class TasksSource(SourceSpec):
@@ -129,11 +208,27 @@ class PythonSource(SourceSpec):
 
 
 Source = Annotated[SourceSpec, Registered(SourceSpec)]
+_ONE = Short(lambda value: [value] if isinstance(value, str | Mapping) else value, {"type": ["string", "object"]})
+Sources = Annotated[list[Source], _ONE]
+# `data: rows.jsonl` is short for `data: {train: [rows.jsonl]}`.
+DATA_ALONE = Short(lambda value: {"train": value} if isinstance(value, str | list) else value, {"type": ["string", "array"]})
+
+
+def in_full(data: Any, base_dir: Path) -> Any:
+    """The section `data` of a YAML with its sources in full, so that overrides find their keys."""
+    data = DATA_ALONE.long(data)
+    if not isinstance(data, dict):
+        return data
+    found = {key: _ONE.long(data[key]) for key in ("train", "eval") if key in data}
+    return {
+        **data,
+        **{key: [SourceSpec.long(each, base_dir) for each in value] if isinstance(value, list) else value for key, value in found.items()},
+    }
 
 
 class DataConfig(Section):
-    train: list[Source] = Field(min_length=1, description="Sources of training rows; they are concatenated.")
-    eval: list[Source] = Field(default_factory=list, description="Held-out rows.")
+    train: Sources = Field(min_length=1, description="Sources of training rows; they are concatenated. One may be a path alone.")
+    eval: Sources = Field(default_factory=list, description="Held-out rows.")
     holdout: Amount = Field(0, description="Without `eval`: hold out this many training rows, chosen by a hash of their content.")
     max_length: int = Field(1024, gt=1, le=10**8, description="Maximum tokens of a training sequence or a pack.")
     truncation: Literal["error", "right", "left", "drop"] = Field(
@@ -145,6 +240,11 @@ class DataConfig(Section):
         None, gt=0, le=10**10, description="Images with more pixels are scaled down in proportion; null: the image processor's limit."
     )
     learn_on: Literal["assistant", "all"] = Field("assistant", description="Tokens with loss: assistant turns and completions, or all.")
+    reasoning: Literal["keep", "drop", "mask"] = Field(
+        "keep",
+        description="Reasoning of answers (<think>…</think>, or reasoning_content of a message): learned as the template renders it, left"
+        " out, or read and not learned.",
+    )
     order: Literal["shuffle", "sequential"] = Field(
         "shuffle", description="Order of the samples in an epoch: a shuffle determined by (run.seed, epoch), or the order of the data."
     )

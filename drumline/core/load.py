@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from drumline.core.config import Config
+from drumline.core.data import in_full
 from drumline.core.mistakes import check_numbers, first_mistake, kinds_at
+from drumline.core.model import TEMPLATES
 from drumline.core.redact import plain, withhold
 from drumline.core.yaml_lines import Place, read_yaml, write_yaml
 from drumline.errors import ConfigError
@@ -103,7 +105,7 @@ def _loaded(draft: Draft, path: Path, base: Path, overrides: list[str], trusted:
     config = validated(draft, overrides, trusted, base)
     update: dict[str, Any] = {"strategy": config.strategy.with_files(base)}
     for name, key in (("model", "chat_template"), ("cluster", "calibration")):
-        if (file := getattr(section := getattr(config, name), key, None)) is not None:
+        if (file := getattr(section := getattr(config, name), key, None)) is not None and file not in TEMPLATES:
             # Ranks read it from the plan, and no longer know where the YAML was.
             update[name] = section.model_copy(update={key: str((base / Path(file).expanduser()).absolute())})
     return Loaded(config.model_copy(update=update), path, base, tuple(draft.notes), draft.resume, draft.old or laid_over)
@@ -158,13 +160,15 @@ def drafted(text: str, name: str, base: Path, over: Sheet | None = None, folder:
 
     values, lines = read_yaml(text, name)
     if values is None:
-        raise ConfigError("the file is empty", where=name, fix="it needs at least data: {train: [{kind: file, path: rows.jsonl}]}")
+        raise ConfigError("the file is empty", where=name, fix="it needs at least data: rows.jsonl")
     if not isinstance(values, dict):
         what = "a list" if isinstance(values, list) else f"only {values!r}"
         raise ConfigError(f"holds {what}, not keys and values", where=f"{name}:1", fix="write `key: value` lines")
     draft = Draft(name, values, lines)
     if (new := translate(values, lines, name, base, folder or base)) is not None:
         draft = Draft(name, new.values, {}, new.set_at, notes=new.notes, resume=new.resume, old=True)
+    if "data" in draft.values:
+        draft.values["data"] = in_full(draft.values["data"], base)
     if over is not None:
         draft.set_at = {**lay(draft.values, over, draft.where), **draft.set_at}
         draft.notes += over.notes
@@ -173,7 +177,8 @@ def drafted(text: str, name: str, base: Path, over: Sheet | None = None, folder:
 
 def has_data(values: dict[str, Any]) -> bool:
     """Whether the values say what to train on."""
-    return isinstance(values.get("data"), dict) and "train" in values["data"]
+    data = values.get("data")
+    return "train" in data if isinstance(data, dict) else bool(data)
 
 
 def validated(draft: Draft, overrides: list[str], trusted: bool = True, base_dir: Path | None = None) -> Config:
@@ -181,7 +186,7 @@ def validated(draft: Draft, overrides: list[str], trusted: bool = True, base_dir
     values = draft.values
     draft.overrides = {lay_over(values, override): override for override in overrides}
     if draft.old and not has_data(values):
-        fix = "add it on the command line: data.train='[{kind: file, path: rows.jsonl}]', or --accelerate-config for a config that has it"
+        fix = "add it on the command line: data=rows.jsonl, or --accelerate-config for a config that has it"
         raise ConfigError("says nothing of data", where=draft.name, fix=fix)
     values = withhold(values if trusted else _without_trust(values, tuple(draft.overrides)), draft.where)
     try:
@@ -222,6 +227,8 @@ def lay_over(values: dict[str, Any], override: str) -> Place:
         if isinstance(inside, list):
             inside = inside[_index(inside, key, override)]
             continue
+        if not isinstance(inside, dict):
+            break
         inside[key] = inside = _section(inside.get(key), place[:depth], following, override)
     if isinstance(inside, list):
         inside[_index(inside, place[-1], override)] = value

@@ -150,7 +150,7 @@ def _missing(place: Place) -> tuple[str, str]:
     if place[-1].isdigit():
         return f"{place[-1]} given where more are wanted", _default(place[:-1])
     if place == ("data",):
-        return "'data' is missing", "say what to train on: data: {train: [{kind: file, path: rows.jsonl}]}"
+        return "'data' is missing", "say what to train on: data: rows.jsonl"
     field = field_at(place)
     return f"{place[-1]!r} is missing", f"add it: {field.description}" if field and field.description else "add it; see `drumline schema`"
 

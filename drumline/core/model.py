@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from drumline.core.registry import Named
 from drumline.core.section import MOST_RANKS, Count, PathText, Section
 
+# Chat templates that come with Drumline, models/chat/NAME.jinja.
+TEMPLATES = ("chatml", "llama-3", "mistral", "gemma", "qwen", "phi", "zephyr", "alpaca", "deepseek")
 # The head: next-token logits; logits and a value per token; a score per token; classes of a text; classes of an image.
 Head = Literal["lm", "valued", "score", "text", "image"]
 
@@ -65,7 +67,9 @@ class ModelConfig(Section):
     )
     shape: ModelShape | None = Field(None, description="A model with Llama's architecture, given by its sizes instead of an id.")
     tokenizer: PathText | None = Field(None, description="Folder, hub id or `package:NAME` of a tokenizer to use instead of the model's.")
-    chat_template: PathText | None = Field(None, description="Path of a Jinja file to use instead of the tokenizer's chat template.")
+    chat_template: PathText | None = Field(
+        None, description=f"In place of the tokenizer's own: {', '.join(TEMPLATES)}, or the path of a Jinja file. An export carries it."
+    )
     attention: Literal["auto", "sdpa", "eager", "documents", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
         "auto",
         description="Attention kernel. auto: by device, type and head size; the plan says which. sdpa and eager keep documents apart by a"

@@ -37,8 +37,16 @@ class Spec(Section):
     module: ClassVar[str] = ""  # where those of this package are that have no folder of their own
     default: ClassVar[str] = ""  # the kind of a section that names none; none: it must
     short: ClassVar[bool] = True  # the kind alone may stand for a section without further keys
+    texts: ClassVar[bool] = False  # any text may stand for a section, and the kind may be left out: see `long`
     position: ClassVar[int] = 1000  # in tables and lists: the smallest first
     kind: str = ""
+
+    @classmethod
+    def long(cls, value: Any, base_dir: Path | None) -> Any:
+        """The section that a short form stands for; another value as it is. `base_dir`: what paths are relative to."""
+        if isinstance(value, str) and cls.short:
+            return {"kind": value}
+        return {"kind": cls.default, **value} if isinstance(value, Mapping) and cls.default else value
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled by its kind: another process finds the user's class by it, not by the module's name."""
@@ -139,15 +147,13 @@ class Registered:
         full = handler(_union({kind: spec.__pydantic_core_schema__ for kind, spec in kinds(self.base).items()}))
         own = {"type": "object", "properties": {"kind": OWN}, "required": ["kind"]}
         alone = [{"enum": sorted(kinds_without_keys(full, handler))}, OWN] if self.base.short else []
-        return {"anyOf": [*alone, full, own]}
+        texts = [{"type": "string"}, {"type": "object", "not": {"required": ["kind"]}}] if self.base.texts else []
+        return {"anyOf": [*alone, *texts, full, own]}
 
     def _validated(self, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, self.base):
             return value
-        if isinstance(value, str) and self.base.short:
-            value = {"kind": value}
-        if self.base.default and isinstance(value, Mapping):
-            value = {"kind": self.base.default, **value}
+        value = self.base.long(value, (info.context or {}).get("base_dir"))
         kind = value.get("kind") if isinstance(value, Mapping) else None
         spec = find(self.base, kind, **(info.context or {})) if isinstance(kind, str) else None
         if spec is None:

@@ -22,8 +22,8 @@ def url_mistake(text: str) -> str | None:
     match = _URL.fullmatch(text)
     if match is None:
         return "no URL: write s3://bucket/path, gs://bucket/path or another that fsspec knows; a folder goes into run.dir"
-    if "@" in match[2].split("/")[0] or "?" in match[2]:
-        return "it holds a user, a password or options: credentials come from the environment and the usual files of s3fs and its kin"
+    if secret := secret_mistake(text):
+        return secret
     if match[1].lower() == "memory":
         return "memory:// is lost with each process: use s3://, gs:// or file://"
     if match[1].lower() in ("http", "https"):
@@ -31,6 +31,14 @@ def url_mistake(text: str) -> str | None:
     if not match[2].strip("/"):
         return "it names no bucket or folder"
     return path_mistake(text)
+
+
+def secret_mistake(text: str) -> str | None:
+    """The reason why a URL may hold a secret, which it does not repeat; None for one that cannot, and for a path."""
+    match = _URL.fullmatch(text)
+    if match is None or not ("@" in match[2].split("/")[0] or "?" in match[2]):
+        return None
+    return "it holds a user, a password or options: credentials come from the environment and the usual files of s3fs and its kin"
 
 
 def _kept(text: str) -> str:

@@ -5,19 +5,17 @@ in a format without lines. A `.txt` file has documents separated by blank lines.
 from __future__ import annotations
 
 import csv
-import glob
 import json
-import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from drumline.core.data import PAIR_FORMS, PROMPT_FORMS, DigitsSource, Forms, TasksSource
+from drumline.core.data import PAIR_FORMS, PROMPT_FORMS, DigitsSource, FileSource, Forms, TasksSource
 from drumline.core.files import whole_file
+from drumline.data.places import DataFile
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import MIB, judged, open_plain, parse_json
+from drumline.foreign import MIB, judged, parse_json
 from drumline.hardware.detect import cache_dir
 
 MOST_LINE = 256 * MIB  # bytes of one row
@@ -32,53 +30,23 @@ class TableRow(dict[str, Any]):
     """A row of a typed table, which pads nested values with null keys that only other rows have."""
 
 
-def find(pattern: str, base_dir: Path) -> list[Path]:
-    """The files that a path or glob names, in alphabetical order, each once even with several names. Raises DataError if there is none."""
-    full = str(base_dir / Path(pattern).expanduser())
-    names = [full] if Path(full).is_file() else sorted(_matches(full))
-    found: dict[Path, Path] = {}
-    for path in map(Path, names):
-        if path.is_file():
-            found.setdefault(path.resolve(), path)
-    if not found:
-        kind = "no file matches" if glob.has_magic(pattern) else "no such file:"
-        raise DataError(f"{kind} {full}", where="data source", fix="paths are relative to the folder of the YAML")
-    return list(found.values())
-
-
-def _matches(pattern: str) -> Iterator[str]:
-    """The paths that a glob names. `**` enters each folder once, however many links lead to it or back to a parent."""
-    pattern = f"./{pattern}" if pattern.startswith("**") else pattern
-    above, stars, below = (f"{pattern}/*" if pattern.endswith("/**") else pattern).partition("/**/")
-    if not stars:
-        yield from glob.iglob(pattern)  # noqa: PTH207 - it leaves hidden files out
-        return
-    seen: set[str] = set()
-    for top in glob.glob(above or "/"):  # noqa: PTH207
-        for folder, inside, _ in os.walk(top, followlinks=True):
-            real = os.path.realpath(folder)
-            inside[:] = [] if real in seen else sorted(name for name in inside if not name.startswith("."))
-            if real not in seen:
-                yield from _matches(f"{glob.escape(folder)}/{below}")
-            seen.add(real)
-
-
-def read_file(path: Path, name: str) -> Iterator[Raw]:
-    """The rows of one file. `name`: of the file in messages. Raises DataError with the line that cannot be parsed."""
-    reader = _READERS.get(path.suffix.lower())
+def read_file(file: DataFile, source: FileSource) -> Iterator[Raw]:
+    """The rows of one file. Raises DataError with the line that cannot be parsed."""
+    reader = _READERS.get(file.kind)
     if reader is None:
         known = " ".join(sorted(_READERS))
-        raise DataError(f"unknown kind of file {path.suffix!r}", where=name, fix=f"Drumline reads {known}")
+        raise DataError(f"unknown kind of file {file.kind!r}", where=file.name, fix=f"Drumline reads {known}")
     try:
-        yield from reader(path, name)
+        yield from reader(file, source)
     except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror or error}", where=name) from error
+        raise DataError(f"cannot be read: {error.strerror or error}", where=file.name) from error
 
 
-def _lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
+def _lines(file: DataFile) -> Iterator[tuple[int, str]]:
     """Line number (from 1) and text with its newline. Decodes line by line, so that an error of UTF-8 has a line."""
-    with open_plain(path, DataError) as file:
-        for number, raw in enumerate(iter(lambda: file.readline(MOST_LINE + 1), b""), 1):
+    name = file.name
+    with file.open() as stream:
+        for number, raw in enumerate(iter(lambda: stream.readline(MOST_LINE + 1), b""), 1):
             if len(raw) > MOST_LINE:
                 raise DataError(f"a line of more than {MOST_LINE // MIB} MiB", where=f"{name}:{number}", fix="part it into several rows")
             if number == 1:
@@ -96,86 +64,137 @@ def _row(value: Any, where: str) -> Raw:
     return where, value
 
 
-def _jsonl(path: Path, name: str) -> Iterator[Raw]:
-    for number, line in _lines(path, name):
+def _jsonl(file: DataFile, source: FileSource) -> Iterator[Raw]:
+    for number, line in _lines(file):
         if line.strip():
-            where = f"{name}:{number}"
+            where = f"{file.name}:{number}"
             yield _row(parse_json(line, where, DataError, fix="each line must be one JSON object", once=True), where)
 
 
-def _json(path: Path, name: str) -> Iterator[Raw]:
+def _json(file: DataFile, source: FileSource) -> Iterator[Raw]:
     """An array of objects; or objects line by line, as in many `.json` files."""
-    if path.stat().st_size > MOST_ARRAY:
-        raise DataError(f"an array of more than {MOST_ARRAY // MIB} MiB", where=name, fix="write one object a line, into a .jsonl")
-    first = next((line.lstrip()[0] for _, line in _lines(path, name) if line.strip()), "")
+    first = next((line.lstrip()[0] for _, line in _lines(file) if line.strip()), "")
     if first != "[":
-        yield from _jsonl(path, name)
+        yield from _jsonl(file, source)
         return
-    text = "".join(line for _, line in _lines(path, name))
-    for number, value in enumerate(parse_json(text, name, DataError, lines=True, once=True), 1):
-        yield _row(value, f"{name} row {number}")
+    lines, size = list[str](), 0
+    for _, line in _lines(file):
+        lines.append(line)
+        if (size := size + len(line)) > MOST_ARRAY:
+            raise DataError(f"an array of more than {MOST_ARRAY // MIB} MiB", where=file.name, fix="write one object a line, into a .jsonl")
+    for number, value in enumerate(parse_json("".join(lines), file.name, DataError, lines=True, once=True), 1):
+        yield _row(value, f"{file.name} row {number}")
 
 
-def _table(path: Path, name: str, delimiter: str) -> Iterator[Raw]:
+def _table(file: DataFile, delimiter: str) -> Iterator[Raw]:
     """CSV or TSV with a header line. Quoted fields may have newlines; a row's line is its first."""
     csv.field_size_limit(2**31 - 1)  # Python's own limit, 128 KiB, is shorter than many a document
-    reader = csv.reader((line for _, line in _lines(path, name)), delimiter=delimiter, strict=True)
+    reader = csv.reader((line for _, line in _lines(file)), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     line = 1
     try:
         for fields in reader:
-            where, line = f"{name}:{line}", reader.line_num + 1
+            where, line = f"{file.name}:{line}", reader.line_num + 1
             if not fields:
                 continue
             if header is None:
-                header = fields
-                if len(set(header)) < len(header):
-                    raise DataError(f"the header names a column twice: {', '.join(header)}", where=where)
+                header = _header(fields, where)
             elif len(fields) != len(header):
                 fix = "quote fields that hold the separator"
                 raise DataError(f"{len(fields)} fields, but the header has {len(header)}", where=where, fix=fix)
             else:
                 yield where, dict(zip(header, fields, strict=True))
     except csv.Error as error:
-        raise DataError(f"not a table: {error}", where=f"{name}:{line}") from error
+        raise DataError(f"not a table: {error}", where=f"{file.name}:{line}") from error
 
 
-def _parquet(path: Path, name: str) -> Iterator[Raw]:
-    import pyarrow.parquet as parquet
+def _header(names: list[str], where: str) -> list[str]:
+    if len(set(names)) < len(names):
+        raise DataError(f"the header names a column twice: {', '.join(names)}", where=where)
+    return names
 
+
+def _batches(file: DataFile, what: str, open_batches: Callable[[IO[bytes]], Iterator[Any]]) -> Iterator[Raw]:
+    """Rows of Arrow's record batches."""
     number = 0
-    with judged("not a Parquet file", name, DataError):
-        file = parquet.ParquetFile(path)
-        batches = file.iter_batches(batch_size=1024)
-    with file:
+    with file.open(anywhere=True) as stream:
+        with judged(what, file.name, DataError):
+            batches = open_batches(stream)
         while True:
-            with judged("not a Parquet file", name, DataError):
-                rows = next(batches).to_pylist() if number < file.metadata.num_rows else []
+            with judged(what, file.name, DataError):
+                batch = next(batches, None)
+                rows = [] if batch is None else batch.to_pylist()
             for values in rows:
                 number += 1
-                yield f"{name} row {number}", TableRow(values)
-            if not rows:
+                yield f"{file.name} row {number}", TableRow(values)
+            if batch is None:
                 return
 
 
-def _text(path: Path, name: str) -> Iterator[Raw]:
+def _parquet(file: DataFile, source: FileSource) -> Iterator[Raw]:
+    import pyarrow.parquet as parquet
+
+    return _batches(file, "not a Parquet file", lambda stream: parquet.ParquetFile(stream).iter_batches(batch_size=1024))
+
+
+def _arrow(file: DataFile, source: FileSource) -> Iterator[Raw]:
+    """Arrow's file format (Feather), or its stream format (which `datasets` writes)."""
+    import pyarrow
+
+    def batches(stream: IO[bytes]) -> Iterator[Any]:
+        begins = stream.read(6)
+        stream.seek(0)
+        if begins != b"ARROW1":
+            return iter(pyarrow.ipc.open_stream(stream))
+        whole = pyarrow.ipc.open_file(stream)
+        return (whole.get_batch(index) for index in range(whole.num_record_batches))
+
+    return _batches(file, "not an Arrow file", batches)
+
+
+def _excel(file: DataFile, source: FileSource) -> Iterator[Raw]:
+    """A sheet of a workbook; its first row names the columns, and all cells are text. It is read whole."""
+    try:
+        import openpyxl  # noqa: F401 - pandas reads with it
+        import pandas
+    except ImportError as error:
+        raise EnvironmentFault(f"{error}", where=file.name, fix="pip install openpyxl pandas") from None
+    with file.open(anywhere=True) as stream, judged("not an Excel file", file.name, DataError):
+        book = pandas.ExcelFile(stream, engine="openpyxl")
+        sheets = [str(name) for name in book.sheet_names]
+        if source.sheet not in sheets and (source.sheet is not None or len(sheets) > 1):
+            fix = f"set `sheet` of the source to {' or '.join(map(repr, sheets))}"
+            raise DataError(
+                f"has {len(sheets)} sheets" if source.sheet is None else f"has no sheet {source.sheet!r}", where=file.name, fix=fix
+            )
+        table = pandas.read_excel(book, source.sheet or sheets[0], header=None, dtype=str, na_filter=False)
+    rows = table.values.tolist()
+    header = _header(rows[0], f"{file.name} row 1") if rows else []
+    for number, cells in enumerate(rows[1:], 2):
+        if any(cells):
+            yield f"{file.name} row {number}", dict(zip(header, cells, strict=True))
+
+
+def _text(file: DataFile, source: FileSource) -> Iterator[Raw]:
     """Documents separated by blank lines."""
     start, document = 0, ""
-    for number, line in chain(_lines(path, name), [(0, "")]):
+    for number, line in chain(_lines(file), [(0, "")]):
         if line.strip():
             start = start if document else number
             document += line
         elif document:
-            yield f"{name}:{start}", {"text": document.strip("\n")}
+            yield f"{file.name}:{start}", {"text": document.strip("\n")}
             document = ""
 
 
-_READERS = {
+_READERS: dict[str, Callable[[DataFile, FileSource], Iterator[Raw]]] = {
     ".jsonl": _jsonl,
     ".json": _json,
-    ".csv": lambda path, name: _table(path, name, ","),
-    ".tsv": lambda path, name: _table(path, name, "\t"),
+    ".csv": lambda file, source: _table(file, ","),
+    ".tsv": lambda file, source: _table(file, "\t"),
     ".parquet": _parquet,
+    ".arrow": _arrow,
+    ".xlsx": _excel,
     ".txt": _text,
 }
 

@@ -13,28 +13,23 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.core.config import Config
-from drumline.core.data import DigitsSource, FileSource, HubSource, SavedSource, Source, TasksSource
+from drumline.core.data import DigitsSource, FileSource, HubSource, SavedSource, Source, SqlSource, TasksSource
+from drumline.core.model import TEMPLATES
 from drumline.core.plan import DataIdentity
 from drumline.data.cache import VERSION, TokenCache, digest_of, read_info
-from drumline.data.files import find, no_reasoning_gym
+from drumline.data.files import no_reasoning_gym
+from drumline.data.places import hash_file, locate
 from drumline.data.sources import call_hub
-from drumline.errors import ConfigError, DataError, ModelError
-from drumline.foreign import first_line, open_plain
+from drumline.data.sql import content
+from drumline.errors import DataError, ModelError
+from drumline.foreign import first_line
 from drumline.hardware.detect import cache_dir
 from drumline.models.files import tokenizer_folder
+from drumline.models.templates import read_template
 from drumline.models.vision import Vision
 
-MOST_FILE = 2**38  # bytes: all are hashed before the first row is read (minutes), and holes of sparse files are hashed too
 # Files of a tokenizer, in any of the formats that transformers loads.
 _TOKENIZER_FILES = re.compile(r"(tokenizer|vocab|chat_template).*|(special_tokens_map|added_tokens)\.json|merges\.txt|.*\.(model|tiktoken)")
-
-
-def hash_file(path: Path) -> str:
-    """sha256 of a file's content. Raises DataError unless it is a plain file of at most `MOST_FILE`."""
-    with open_plain(path, DataError) as file:
-        if path.stat().st_size > MOST_FILE:
-            raise DataError(f"a file of more than {MOST_FILE // 2**30} GiB", where=str(path), fix="part it into several files")
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: str, base_dir: Path, vision: Vision | None = None) -> str:
@@ -48,15 +43,15 @@ def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: 
         "sources": [_source(source, base_dir) for source in sources],
         "tokenizer": None if config.images_alone else _tokenizer(config, tokenizer_path, base_dir),
         "algorithm": f"{hash_file(Path(code))}:{name}" if code.endswith(".py") else config.algorithm.kind,
-        "settings": {name: getattr(data, name) for name in ("max_length", "truncation", "packing", "learn_on")},
+        "settings": {name: getattr(data, name) for name in ("max_length", "truncation", "packing", "learn_on", "reasoning")},
         "kept_free": config.algorithm.new_tokens,
         "role": role,
         "holdout": 0 if role == "eval" else data.holdout,
         **config.algorithm.cache_parts(),
     }
     if vision is not None or config.images_alone:
-        files = [path for source in sources if isinstance(source, FileSource) for path in find(source.path, base_dir)]
-        parts["folders"] = [str(base_dir.absolute()), *(str(path.parent.absolute()) for path in files)]
+        files = [file for source in sources if isinstance(source, FileSource) for file in locate(source, base_dir)]
+        parts["folders"] = [str(base_dir.absolute()), *(str(file.folder.absolute()) for file in files)]
     if vision is not None:
         parts["vision"] = {"token": vision.token_id, "processor": vision.processor.to_dict()}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
@@ -66,7 +61,7 @@ def _source(source: Source, base_dir: Path) -> dict[str, Any]:
     """The settings of a source and its content, without the paths of its files."""
     settings = source.model_dump(exclude={"path"})
     if isinstance(source, FileSource):
-        return {**settings, "content": [(path.suffix, hash_file(path)) for path in find(source.path, base_dir)]}
+        return {**settings, "content": [(file.kind, file.content()) for file in locate(source, base_dir)]}
     if isinstance(source, HubSource):
         # The folder that `datasets` caches the dataset under: it tells apart revisions and data files.
         return {**settings, "content": Path(call_hub(source, "load_dataset_builder").cache_dir).parts[-3:]}
@@ -75,6 +70,8 @@ def _source(source: Source, base_dir: Path) -> dict[str, Any]:
             return {**settings, "content": metadata.version("reasoning-gym")}
         except metadata.PackageNotFoundError as error:
             raise no_reasoning_gym() from error
+    if isinstance(source, SqlSource):
+        return {**settings, "content": content(source, base_dir)}
     if isinstance(source, DigitsSource):
         return {**settings, "content": str(cache_dir())}
     if not isinstance(source, SavedSource):
@@ -101,10 +98,11 @@ def _tokenizer(config: Config, tokenizer_path: str, base_dir: Path) -> dict[str,
         folder = Path(found).parent
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     files = {name: hash_file(folder / name) for name in names if _TOKENIZER_FILES.fullmatch(name)}
-    template = None if config.model.chat_template is None else base_dir / Path(config.model.chat_template).expanduser()
-    if template is not None and not template.is_file():
-        raise ConfigError(f"no such file: {template}", where="model.chat_template", fix="paths are relative to the folder of the YAML")
-    return {"files": files, "chat_template": hash_file(template) if template else None}
+    name = config.model.chat_template
+    if name is not None and name not in TEMPLATES:
+        name = str(base_dir / Path(name).expanduser())
+    template = None if name is None else hashlib.sha256(read_template(name).encode()).hexdigest()
+    return {"files": files, "chat_template": template}
 
 
 def identify(cache: TokenCache) -> DataIdentity:

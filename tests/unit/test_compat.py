@@ -204,7 +204,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (DATA + "distributed_strategy: dpp\n", ["did you mean"]),
     (DATA + "distributed_backend: mpi\n", ["no backend 'mpi'", "NCCL on GPUs"]),
     (DATA + "deepspeed: none-there.json\n", ["old.yaml:2: deepspeed: 'none-there.json' cannot be read: no such file"]),
-    ("output_dir: x\n", ["old.yaml: says nothing of data", "data.train="]),
+    ("output_dir: x\n", ["old.yaml: says nothing of data", "data=rows.jsonl"]),
     (ACC + "distributed_type: FSPD\n", ["old.yaml:2: distributed_type: no 'FSPD'", "did you mean 'fsdp'?"]),
     (ACC + "distributed_type: XLA\n", ["old.yaml:2", "cuda"]),
     (ACC + "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding: FULL_SHARD\n", ["old.yaml:4: fsdp_config.fsdp_sharding", "did you"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,6 +22,8 @@ from tests.tiny import tiny_model_dir, tiny_tokenizer
 LABELLED: Forms = (("prompt", "completion", "label"),)
 HUMAN, GPT = {"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}
 ASK, SAY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+NO = {"role": "assistant", "content": "no"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 SYSTEM = {"role": "system", "content": "be kind"}
 CALL = {"name": "add", "arguments": {"a": 1}}
 
@@ -113,6 +116,123 @@ def read(tmp_path: Path, row: dict[str, Any], forms: Forms = TEXT_FORMS, **sourc
             {"chosen": "\n\nHuman: hi\n\nAssistant: hello", "rejected": "\n\nHuman: hi\n\nAssistant: no"},
             {"chosen": [ASK, SAY], "rejected": [ASK, {"role": "assistant", "content": "no"}]},
         ),
+        # As data sets of the hub write them (values are ours): orca_dpo_pairs and argilla's, UltraFeedback binarised with a system's turn,
+        # PKU-SafeRLHF, HelpSteer2 and 3, SHP, Nectar, arena conversations, OpenAI's preferences, full-hh-rlhf, Capybara, UltraChat, FLAN.
+        ("pair", PAIR_FORMS, {"system": "", "input": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "chosen": "a", "rejected": "b"}),
+        (
+            "pair",
+            PAIR_FORMS,
+            {"system_prompt": "be kind", "prompt": "hi", "chosen": "a", "rejected": "b"},
+            {"prompt": [SYSTEM, ASK], "chosen": "a", "rejected": "b"},
+        ),
+        (
+            "",
+            PAIR_FORMS,
+            {"prompt": "hi", "chosen": [SYSTEM, ASK, SAY], "rejected": [SYSTEM, ASK, NO]},
+            {"chosen": [SYSTEM, ASK, SAY], "rejected": [SYSTEM, ASK, NO]},
+        ),
+        ("", PAIR_FORMS, {"prompt": "hi", "chosen": SAY, "rejected": NO}, {"prompt": "hi", "chosen": [SAY], "rejected": [NO]}),
+        (
+            "",
+            PAIR_FORMS,
+            {"messages": [ASK, SAY], "chosen": [ASK, SAY], "rejected": [ASK, NO]},
+            {"chosen": [ASK, SAY], "rejected": [ASK, NO]},
+        ),
+        ("sharegpt", PAIR_FORMS, {"messages": [ASK], "chosen": SAY, "rejected": NO}, {"prompt": [ASK], "chosen": [SAY], "rejected": [NO]}),
+        (
+            "sharegpt",
+            PAIR_FORMS,
+            {"chosen": [HUMAN, GPT], "rejected": [HUMAN, {**GPT, "value": "no"}]},
+            {"chosen": [ASK, SAY], "rejected": [ASK, NO]},
+        ),
+        (
+            "verdict",
+            PAIR_FORMS,
+            {"prompt": "q", "response_1": "a", "response_2": "b", "preference_strength": -2},
+            {"prompt": "q", "chosen": "a", "rejected": "b"},
+        ),
+        (
+            "verdict",
+            PAIR_FORMS,
+            {"context": [ASK], "response1": "a", "response2": "b", "overall_preference": 3},
+            {"prompt": [ASK], "chosen": "b", "rejected": "a"},
+        ),
+        (
+            "verdict",
+            PAIR_FORMS,
+            {"history": "q", "human_ref_A": "a", "human_ref_B": "b", "labels": 1, "score_A": 3},
+            {"prompt": "q", "chosen": "a", "rejected": "b"},
+        ),
+        (
+            "verdict",
+            PAIR_FORMS,
+            {"conversation_a": [ASK, SAY], "conversation_b": [ASK, NO], "winner": "model_b"},
+            {"chosen": [ASK, NO], "rejected": [ASK, SAY]},
+        ),
+        (
+            "ranked",
+            PAIR_FORMS,
+            {"prompt": "\n\nHuman: hi\n\nAssistant: ", "answers": [{"answer": "a", "rank": 2.0}, {"answer": "b", "rank": 1.0}]},
+            {"prompt": [ASK], "chosen": "b", "rejected": "a"},
+        ),
+        (
+            "pair",
+            PAIR_FORMS,
+            {"input": {"messages": [ASK], "tools": [TOOL]}, "preferred_output": [SAY], "non_preferred_output": [NO]},
+            {"prompt": [ASK], "chosen": [SAY], "rejected": [NO], "tools": [TOOL]},
+        ),
+        (
+            "transcript",
+            PAIR_FORMS,
+            {"prompt": "\n\nHuman: hi\n\nAssistant:", "chosen": " a", "rejected": " b"},
+            {"prompt": [ASK], "chosen": " a", "rejected": " b"},
+        ),
+        ("sharegpt", TEXT_FORMS, {"conversation": [{"input": "hi", "output": "hello"}]}, {"messages": [ASK, SAY]}),
+        ("sharegpt", TEXT_FORMS, {"id": "1", "data": ["hi", "hello"]}, {"messages": [ASK, SAY]}),
+        (
+            "sharegpt",
+            TEXT_FORMS,
+            {"messages": [{"role": "human", "content": "hi"}, {"role": "bot", "content": "hello"}]},
+            {"messages": [ASK, SAY]},
+        ),
+        ("sharegpt", TEXT_FORMS, {"messages": [ASK, SAY], "system": "be kind"}, {"messages": [SYSTEM, ASK, SAY]}),
+        (
+            "sharegpt",
+            TEXT_FORMS,
+            {
+                "messages": [
+                    ASK,
+                    {"role": "assistant", "content": None, "function_call": CALL},
+                    {"role": "function", "name": "add", "content": "2"},
+                ]
+            },
+            {
+                "messages": [
+                    ASK,
+                    {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]},
+                    {"role": "tool", "name": "add", "content": "2"},
+                ]
+            },
+        ),
+        ("", TEXT_FORMS, {"messages": json.dumps([ASK, SAY])}, {"messages": [ASK, SAY]}),
+        ("", TEXT_FORMS, {"prompt": "[{1}]", "completion": "{}"}, {"prompt": "[{1}]", "completion": "{}"}),
+        ("answer", TEXT_FORMS, {"inputs": "q", "targets": "a"}, {"prompt": "q", "completion": "a"}),
+        (
+            "answer",
+            TEXT_FORMS,
+            {"system_prompt": "be kind", "question": "hi", "response": "a"},
+            {"prompt": [SYSTEM, ASK], "completion": "a"},
+        ),
+        (
+            "answer",
+            LABELLED,
+            {"system": "be kind", "prompt": "hi", "completion": "a", "label": True},
+            {"prompt": [SYSTEM, ASK], "completion": "a", "label": True},
+        ),
+        ("", LABELLED, {"prompt": [ASK], "completion": [SAY], "label": False}, {"prompt": [ASK], "completion": [SAY], "label": False}),
+        ("sharegpt", LABELLED, {"messages": [ASK, SAY], "label": True}, {"prompt": [ASK], "completion": [SAY], "label": True}),
+        ("document", TEXT_FORMS, {"content": "all", "path": "a.py"}, {"text": "all"}),
+        ("document", (("text", "label"),), {"sentence": "t", "label": 1}, {"text": "t", "label": 1}),
         ("", TEXT_FORMS, {"text": "all", "question": "q", "answer": "a"}, {"text": "all"}),
         ("", TEXT_FORMS, {"messages": [ASK, SAY], "conversations": [GPT]}, {"messages": [ASK, SAY]}),
         (
@@ -128,8 +248,16 @@ def read(tmp_path: Path, row: dict[str, Any], forms: Forms = TEXT_FORMS, **sourc
 def test_a_row_is_read_by_its_columns(tmp_path: Path, name: str, forms: Forms, row: dict[str, Any], values: dict[str, Any]) -> None:
     found = read(tmp_path, row, forms)
     assert (found.format, found.values) == (name, values)
-    if name:
+    if name and not {"chosen", "rejected", "messages", "prompt"} >= row.keys():
         assert read(tmp_path, row, forms, format=name).values == values
+
+
+def test_ties_are_left_out_and_counted(tmp_path: Path) -> None:
+    row, ties = {"prompt": "q", "response_a": "a", "response_b": "b"}, Counter[str]()
+    write = "".join(json.dumps({**row, "winner": winner}) + "\n" for winner in ("a", "tie", "b", "both"))
+    (tmp_path / "rows.jsonl").write_text(write)
+    found = list(read_rows(FileSource(path="rows.jsonl"), tmp_path, PAIR_FORMS, ties))
+    assert [each.values["chosen"] for each in found] == ["a", "b"] and ties == {"rows.jsonl": 2}
 
 
 def test_other_columns_stay_for_rewards(tmp_path: Path) -> None:
@@ -149,12 +277,39 @@ def test_other_columns_stay_for_rewards(tmp_path: Path) -> None:
         ({"conversations": [{"from": "gpt"}]}, TEXT_FORMS, {}, "a turn from gpt has no text under `value`"),
         ({"conversations": [{"from": "function_call", "value": "no"}]}, TEXT_FORMS, {}, "is no JSON of a call"),
         ({"instruction": "i", "output": "o", "history": ["x"]}, TEXT_FORMS, {}, "`history` holds what is no pair"),
-        ({"prompt": "q", "response_a": "a", "response_b": "b", "winner": "tie"}, PAIR_FORMS, {}, "names no better answer"),
-        ({"prompt": "q", "responses": ["a", "b"], "scores": [1, 1]}, PAIR_FORMS, {}, "all answers have one score"),
+        (
+            {"conversation": [{"input": "a", "output": None}]},
+            TEXT_FORMS,
+            {},
+            "a round of the conversation has no text under input or output",
+        ),
+        ({"prompt": "q", "response_a": "a", "response_b": "b", "winner": "c"}, PAIR_FORMS, {}, "says 'c', and names no better answer"),
+        ({"prompt": "q", "response_a": "a", "response_b": "b", "winner": "tie (bothbad)"}, PAIR_FORMS, {}, "all 1 rows are ties"),
+        ({"prompt": "q", "responses": ["a", "b"], "scores": [1, 1]}, PAIR_FORMS, {}, "all 1 rows are ties"),
         ({"prompt": "q", "responses": ["a", "b"], "scores": ["x", 1]}, PAIR_FORMS, {}, "are no numbers"),
-        ({"question": "q"}, TEXT_FORMS, {}, "or name the answer completion, output, response, answer or solution"),
-        ({"output": "o"}, TEXT_FORMS, {}, "or name the question prompt, instruction, question, query or problem"),
-        ({"text": "t"}, TEXT_FORMS, {"format": "alpaca"}, "is no row of the format alpaca: its columns are text"),
+        (
+            {"question": "q"},
+            TEXT_FORMS,
+            {},
+            "rows.jsonl:1: row 1 has no messages, or prompt and completion, or text; its columns are: question",
+        ),
+        ({"question": "q"}, TEXT_FORMS, {}, "map them with `columns`; the nearest format answer, which has question and answer"),
+        (
+            {"instruction": "i", "ouput": "o"},
+            TEXT_FORMS,
+            {},
+            "the nearest format alpaca, which has instruction and output: `ouput` may be output",
+        ),
+        ({"promt": "i", "completion": "o"}, TEXT_FORMS, {}, "the nearest form has prompt and completion: `promt` may be prompt"),
+        ({"instruction": "i", "output": "o"}, PAIR_FORMS, {}, "such rows are for algorithm sft"),
+        ({"question": "i", "chosen": "a", "rejected": "b"}, TEXT_FORMS, {}, "such rows are for algorithm dpo, orpo, simpo or reward"),
+        ({"a": 1}, TEXT_FORMS, {}, "its columns are: a — map them with `columns`"),
+        (
+            {"text": "t"},
+            TEXT_FORMS,
+            {"format": "alpaca"},
+            "is no row of the format alpaca, which has instruction and output: its columns are text",
+        ),
         ({"text": "t"}, TEXT_FORMS, {"format": "alpaca", "columns": Columns(text="text")}, "`columns` and `format` say two things"),
     ],
 )
@@ -174,6 +329,29 @@ def test_the_format_is_said(tmp_path: Path) -> None:
     loaded = load(path, [])
     data = prepare.prepare(loaded.config, str(tmp_path / "tiny"), tmp_path)
     assert data.notes[0] == "train.jsonl: read as sharegpt" and data.train_samples == 1
+
+
+def test_a_path_is_enough(tmp_path: Path) -> None:
+    """An Alpaca file, a ShareGPT file and a folder of Parquet, each by one line of YAML."""
+    from datasets import Dataset
+
+    folder = tiny_model_dir(tmp_path / "tiny")
+    alpaca, sharegpt = {"instruction": "add", "input": "1 1", "output": "2"}, {"conversations": [HUMAN, GPT]}
+    (tmp_path / "alpaca.json").write_text(json.dumps([alpaca] * 3, indent=2))
+    (tmp_path / "sharegpt.jsonl").write_text((json.dumps(sharegpt) + "\n") * 3)
+    (tmp_path / "hub/data").mkdir(parents=True)
+    for name in ("train-00000-of-00001", "test-00000-of-00001"):
+        Dataset.from_list([{"messages": [ASK, SAY]}] * 3).to_parquet(tmp_path / f"hub/data/{name}.parquet")
+    (tmp_path / "hub/README.md").write_text("about")
+    for path, notes in (
+        ("alpaca.json", "alpaca.json: read as alpaca"),
+        ("sharegpt.jsonl", "sharegpt.jsonl: read as sharegpt"),
+        ("hub", None),
+    ):
+        (tmp_path / "mine.yaml").write_text(f"data: {path}\nbatch: {{global_samples: 1}}\n")
+        loaded = load(tmp_path / "mine.yaml", [f"data.cache_dir={tmp_path}/cache", "data.packing=false"])
+        data = prepare.prepare(loaded.config, str(folder), tmp_path)
+        assert data.train_samples == 3 and (notes is None or notes in data.notes), data.notes
 
 
 def test_a_turn_of_weight_0_is_not_learned() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from drumline.core.data import PAIR_FORMS, PROMPT_FORMS, TEXT_FORMS, Columns, DataConfig, FileSource
 from drumline.data.encode import PairRows, PromptRows, TextRows
-from drumline.data.files import find
+from drumline.data.places import find
 from drumline.data.sources import Row, read_rows
 from drumline.errors import DataError
 from tests.tiny import CHATML, tiny_tokenizer

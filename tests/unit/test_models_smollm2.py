@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from drumline.core.data import DataConfig
 from drumline.core.model import ModelConfig
+from drumline.data.sources import Row
+from drumline.data.templates import Encoder
+from drumline.errors import ModelError
 from drumline.models.build import build_model
 from drumline.models.files import resolve
 from drumline.models.head import can_split, require_next_token
 from drumline.models.load import facts, load_config, load_tokenizer
+from tests.chat import TALK, WRITTEN, require
 
 pytestmark = pytest.mark.slow
 
@@ -47,3 +52,21 @@ def test_its_logits_are_head_of_trunk_and_packs_are_kept_apart(path: str) -> Non
     require_next_token(model, "cpu", packed=True)
     found = facts(load_config(path, ModelConfig()), 1024)
     assert (found.parameters, found.vocab_size, found.layers, found.hidden) == (134_515_008, 49_152, 30, 576)
+
+
+@pytest.mark.parametrize("name", [None, "chatml", "qwen", "mistral", "zephyr", "alpaca"])
+def test_masks_of_chat_templates_token_by_token(path: str, name: str | None) -> None:
+    """Its own template, which has no marks, has the mask of chatml. It begins texts with <|im_start|>, which is its BOS, too."""
+    tokenizer = load_tokenizer(path, ModelConfig(chat_template=name))
+    example = Encoder(tokenizer, False, DataConfig(train=["-"])).encode(Row("r:1", {"messages": TALK}))
+    first, *rest = WRITTEN[name or "chatml"]
+    require(tokenizer, example, [tokenizer.bos_token + first if name in ("mistral", "alpaca") else first, *rest])
+    if name in (None, "chatml"):
+        learned = tokenizer.convert_ids_to_tokens(example.tokens[example.learn == 1].tolist())
+        assert learned == ["Two", ".", "<|im_end|>", "Three", ".", "<|im_end|>"]
+
+
+def test_templates_of_other_tokenizers_are_refused(path: str) -> None:
+    for name in ("llama-3", "gemma", "phi", "deepseek"):
+        with pytest.raises(ModelError, match=f"the template {name} is written with .* lacks — take chatml or mistral"):
+            load_tokenizer(path, ModelConfig(chat_template=name))

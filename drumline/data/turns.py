@@ -1,0 +1,90 @@
+"""Conversations as other tools write them, as messages."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from drumline.errors import DataError
+
+ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "bot": "assistant", "model": "assistant",
+    "chatgpt": "assistant", "system": "system", "function": "tool", "observation": "tool", "tool": "tool", "function_response": "tool",
+    "function_call": "assistant", "tool_call": "assistant",
+}  # fmt: skip
+CALLS = ("function_call", "tool_call")
+TURN = re.compile(r"\n\n(Human|Assistant):[ ]?")
+PROMPT = re.compile(r"\n\nHuman:.*\n\nAssistant:\s*", re.DOTALL)  # a prompt that is a transcript
+ROUNDS = (("input", "output"), ("user", "assistant"), ("human", "assistant"), ("prompt", "response"), ("question", "answer"))
+
+
+def read_talk(name: str, value: Any, origin: str) -> tuple[str, Any]:
+    """(format, messages) of a column of messages as other tools write them; any other value as it is, with an empty format."""
+    found = value
+    if isinstance(value, str):
+        if name == "prompt" and PROMPT.fullmatch(value):
+            return "transcript", transcribed(value)[:-1]
+        if not value.lstrip().startswith(("[{", "{")):
+            return "", value
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError):
+            return "", value
+    turns = [found] if isinstance(found, Mapping) else found
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) and {"from", "role"} & turn.keys() for turn in turns):
+        return "", value
+    ours = all(turn.get("from") is None and turn.get("function_call") is None and _role(turn) == turn.get("role") for turn in turns)
+    return ("", turns) if ours else ("sharegpt", [_message(turn, origin) for turn in turns])
+
+
+def _role(turn: Mapping[str, Any]) -> Any:
+    role = turn.get("role")
+    return ROLES.get(role, role) if isinstance(role, str) else role
+
+
+def transcribed(text: str) -> list[dict[str, Any]]:
+    _, *parts = TURN.split(text)
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [{"role": roles[who], "content": content.strip()} for who, content in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def are_texts(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 1 and all(isinstance(each, str) for each in value)
+
+
+def messages_of(turns: list[Any], origin: str) -> list[dict[str, Any]]:
+    """Messages of turns, of rounds with a question and its answer, or of texts in turn."""
+    if are_texts(turns):
+        return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(turns)]
+    rounds = next((keys for keys in ROUNDS if isinstance(turns[0], Mapping) and set(keys) <= turns[0].keys()), None)
+    if rounds is None:
+        return [_message(turn, origin) for turn in turns]
+    if not all(isinstance(turn, Mapping) and all(isinstance(turn.get(key), str) for key in rounds) for turn in turns):
+        raise DataError(f"a round of the conversation has no text under {' or '.join(rounds)}", where=origin)
+    return [{"role": role, "content": turn[key]} for turn in turns for role, key in zip(("user", "assistant"), rounds, strict=True)]
+
+
+def _message(turn: Any, origin: str) -> dict[str, Any]:
+    if not isinstance(turn, Mapping) or not {"from", "role"} & turn.keys():
+        raise DataError("a turn of the conversation has neither `from` nor `role`", where=origin)
+    if turn.get("from") is None:
+        message = {**turn, "role": _role(turn)}
+        if (call := message.pop("function_call", None)) is not None:  # OpenAI's older name
+            message["tool_calls"] = [{"type": "function", "function": call}]
+        return message
+    role, text = str(turn["from"]).lower(), turn.get("value", turn.get("content"))
+    if role not in ROLES:
+        raise DataError(f"a turn is from {turn['from']!r}", where=origin, fix=f"turns are from {', '.join(ROLES)}")
+    if not isinstance(text, str):
+        raise DataError(f"a turn from {role} has no text under `value`", where=origin)
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value", "content") and value is not None}
+    if role not in CALLS:
+        return {"role": ROLES[role], "content": text, **rest}
+    try:
+        calls = json.loads(text)
+    except (ValueError, RecursionError):
+        raise DataError(f"a turn from {role} is no JSON of a call", where=origin, fix="give {name, arguments}, or a list of them") from None
+    calls = calls if isinstance(calls, list) else [calls]
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call} for call in calls], **rest}
