@@ -57,6 +57,8 @@ class Memory:
         self.ranks.each(self._claim)
 
     def _claim(self) -> None:
+        if not HOST_MEMORY.is_dir():
+            raise CheckpointError("this system has no /dev/shm", where="checkpoint.in_memory_every", fix="take it out")
         _remove_stale(self.folder)
         self.folder.mkdir(mode=0o700, exist_ok=True)
         if self.folder.stat().st_uid != os.getuid():
