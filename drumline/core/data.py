@@ -211,7 +211,10 @@ Source = Annotated[SourceSpec, Registered(SourceSpec)]
 _ONE = Short(lambda value: [value] if isinstance(value, str | Mapping) else value, {"type": ["string", "object"]})
 Sources = Annotated[list[Source], _ONE]
 # `data: rows.jsonl` is short for `data: {train: [rows.jsonl]}`.
-DATA_ALONE = Short(lambda value: {"train": value} if isinstance(value, str | list) else value, {"type": ["string", "array"]})
+DATA_ALONE = Short(
+    lambda value: {"train": value} if isinstance(value, str | list) else value,
+    {"type": ["string", "array"], "items": {"type": ["string", "object"]}},
+)
 
 
 def in_full(data: Any, base_dir: Path) -> Any:

@@ -57,6 +57,7 @@ VERDICTS = (  # two answers, the column that names the better, what it says of e
     ("human_ref_A", "human_ref_B", "labels", ("1", "0")),
     ("conversation_a", "conversation_b", "winner", ("a", "b")),
 )
+LABELS = {"true": True, "1": True, "yes": True, "good": True, "false": False, "0": False, "no": False, "bad": False}
 TIES = ("tie", "both", "neither", "equal", "same")  # how verdicts begin that name none
 SHAPES: dict[str, dict[str, tuple[str, ...]]] = {  # what a row is for → format → its columns
     "text": {
@@ -97,19 +98,27 @@ def shaped(values: dict[str, Any], known: Forms, wanted: str, origin: str) -> tu
     parts = {part for form in known for part in form}
     foreign = max((name for part, (name, _) in talks.items() if part in parts), default="")
     if wanted == "auto" and own and (not systems or _wants(known) == "class"):
-        return foreign, plain
+        return foreign, _labelled(plain, known)
     for name in FORMATS if wanted == "auto" else (wanted,):
         # A text beside a question and an answer is the whole row; beside an instruction it is Alpaca's, written out for a model.
         skip = wanted == "auto" and name == "answer" and "text" in there and not systems
         if not skip and (found := FORMATS[name](there, _wants(known), origin)) is not None:
             made, used = found
-            return name, type(values)({key: value for key, value in plain.items() if key not in used} | made)
+            return name, _labelled(type(values)({key: value for key, value in plain.items() if key not in used} | made), known)
     if wanted == "auto":
         return foreign, plain
     columns = ", ".join(values) or "none"
     shape = " and ".join(SHAPES[_wants(known)].get(wanted, ()))
     what = f"is no row of the format {wanted}{f', which has {shape}' if shape else ''}: its columns are {columns}"
     raise DataError(what, where=origin, fix="leave `format` out, or map `columns`")
+
+
+def _labelled(values: dict[str, Any], known: Forms) -> dict[str, Any]:
+    """The row of an answer that is good or bad with true or false as its label: tables have texts."""
+    label = values.get("label")
+    if _wants(known) == "label" and isinstance(label, str) and label.lower() in LABELS:
+        values["label"] = LABELS[label.lower()]
+    return values
 
 
 def nearest_format(values: Values, known: Forms) -> str:

@@ -58,11 +58,12 @@ class DataFile:
         else:
             with reached(self.name):
                 raw = self.fs.open(self.place, "rb")
-        if ending not in COMPRESSED:
-            return cast("IO[bytes]", raw if self.fs is None else _Judged(raw, [], self.name))
+        packed = ending in COMPRESSED
+        if self.fs is None and not packed:
+            return cast("IO[bytes]", raw)
         with judged("cannot be unpacked", self.name, DataError):
-            file = cast("IO[bytes]", _Judged(_unpacked(raw, ending), [raw], self.name))
-        return self._apart(file) if anywhere else file
+            file: Any = io.BufferedReader(_Stream(_unpacked(raw, ending) if packed else raw, [raw] if packed else [], self.name), MIB)
+        return self._apart(file) if anywhere and (packed or not _seeks(file)) else cast("IO[bytes]", file)
 
     def _apart(self, file: IO[bytes]) -> IO[bytes]:
         whole: Any = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
@@ -84,39 +85,53 @@ class DataFile:
         return hashlib.sha256(json.dumps([self.name, state]).encode()).hexdigest()
 
 
-class _Judged:
+class _Stream(io.RawIOBase):
     """A file whose reading raises DataError, whatever its library raises. `below`: what is closed with it."""
 
     def __init__(self, file: Any, below: list[Any], name: str) -> None:
         self._file, self._below, self._name = file, below, name
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
+    def readable(self) -> bool:
+        return True
 
-    def __enter__(self) -> _Judged:
-        return self
+    def seekable(self) -> bool:
+        return bool(self._file.seekable())
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def readinto(self, buffer: Any) -> int:
+        with judged("breaks off", self._name, DataError, BROKEN):
+            data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def seek(self, at: int, whence: int = 0) -> int:
+        with judged("cannot be read in any order", self._name, DataError):
+            return int(self._file.seek(at, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
 
     def close(self) -> None:
-        for each in (self._file, *self._below):
-            each.close()
+        if not self.closed:
+            for each in (self._file, *self._below):
+                each.close()
+        super().close()
 
-    def read(self, size: int = -1) -> bytes:
-        with judged("breaks off", self._name, DataError, BROKEN):
-            return bytes(self._file.read(size))
 
-    def readline(self, size: int = -1) -> bytes:
-        with judged("breaks off", self._name, DataError, BROKEN):
-            return bytes(self._file.readline(size))
+def _seeks(file: IO[bytes]) -> bool:
+    """Whether it can be read in any order; a web server may send it from its start alone."""
+    try:
+        file.seek(0, 2)
+        file.seek(0)
+    except (OSError, DataError):
+        return False
+    return True
 
 
 def _unpacked(raw: IO[bytes], ending: str) -> IO[bytes]:
     if ending == ".zst":
         import pyarrow
 
-        return cast("IO[bytes]", io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"), MIB))
+        return cast("IO[bytes]", pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"))
     openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     return cast("IO[bytes]", openers[ending](raw, "rb"))
 
@@ -194,7 +209,7 @@ def _remote(source: FileSource, base_dir: Path) -> list[DataFile]:
     import fsspec
 
     with reached(source.path):
-        fs, place = fsspec.core.url_to_fs(source.path)
+        fs, place = fsspec.core.url_to_fs(source.path, use_listings_cache=False)
         if "*" in place or "[" in place:
             places = sorted(fs.glob(place))
         elif kind_of_file(place) in KINDS_OF_FILES or not fs.isdir(place):

@@ -62,7 +62,7 @@ def accepted(values: dict[str, Any]) -> bool:
     return True
 
 
-PLACES = sorted(set(short_places()))
+PLACES = sorted({place for place in short_places() if place[0] != "data"})
 
 
 def test_all_kinds_of_short_forms_are_found() -> None:
@@ -80,6 +80,16 @@ def test_a_short_form_that_train_accepts_is_valid(place: tuple[str, ...]) -> Non
     for word in taken:
         VALIDATOR.validate(at(place, word))
     assert not VALIDATOR.is_valid(at(place, [])) and (place[0] == "cluster" or not VALIDATOR.is_valid(at(place, "nope")))
+
+
+def test_a_source_may_be_any_text() -> None:
+    fine = ["x.jsonl", ["x.jsonl", {"path": "y"}], {"train": "x"}, {"train": {"path": "x"}, "eval": ["hub:y", {"id": "o/n"}]}, DATA]
+    assert {place for place in short_places() if place[0] == "data"} == {("data",), ("data", "train", "0"), ("data", "eval", "0")}
+    for data in fine:
+        assert accepted({"data": data})
+        VALIDATOR.validate({"data": data})
+    for data in (3, {"train": 3}, {"train": [3]}, {"train": [[]]}, [3]):
+        assert not accepted({"data": data}) and not VALIDATOR.is_valid({"data": data}), data
 
 
 def test_every_example_is_valid() -> None:

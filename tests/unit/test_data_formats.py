@@ -231,6 +231,8 @@ def read(tmp_path: Path, row: dict[str, Any], forms: Forms = TEXT_FORMS, **sourc
         ),
         ("", LABELLED, {"prompt": [ASK], "completion": [SAY], "label": False}, {"prompt": [ASK], "completion": [SAY], "label": False}),
         ("sharegpt", LABELLED, {"messages": [ASK, SAY], "label": True}, {"prompt": [ASK], "completion": [SAY], "label": True}),
+        ("", LABELLED, {"prompt": "q", "completion": "a", "label": "False"}, {"prompt": "q", "completion": "a", "label": False}),
+        ("answer", LABELLED, {"question": "q", "answer": "a", "label": "good"}, {"prompt": "q", "completion": "a", "label": True}),
         ("document", TEXT_FORMS, {"content": "all", "path": "a.py"}, {"text": "all"}),
         ("document", (("text", "label"),), {"sentence": "t", "label": 1}, {"text": "t", "label": 1}),
         ("", TEXT_FORMS, {"text": "all", "question": "q", "answer": "a"}, {"text": "all"}),

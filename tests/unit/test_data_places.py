@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import sqlite3
 from collections.abc import Callable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -21,6 +25,7 @@ from drumline.data.fingerprint import cache_key
 from drumline.data.places import locate
 from drumline.data.sources import read_rows
 from drumline.errors import ConfigError, DataError, EnvironmentFault, UserError
+from tests import buckets
 
 ROWS = [{"prompt": f"p{number}", "completion": f"é{number}"} for number in range(3)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -218,6 +223,72 @@ def test_urls(tmp_path: Path) -> None:
     assert "no file matches" in complaint("memory://feed/*.csv", tmp_path)
     assert "pip install gcsfs" in complaint("gs://bucket/a.jsonl", tmp_path, EnvironmentFault)
     assert "Protocol not known: nonsense" in complaint("nonsense://bucket/a.jsonl", tmp_path)
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_web_server(tmp_path: Path, ranges: bool) -> None:
+    """One that sends parts of files, which a Parquet file is read by, and one that does not."""
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES))
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    parquet(tmp_path / "a.parquet")
+    handler = partial(Ranged if ranges else Quiet, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        for name in ("a.jsonl", "a.jsonl.gz", "a.parquet"):
+            assert values(f"{address}/{name}", tmp_path) == ROWS
+        (file,) = locate(source(f"{address}/a.jsonl", tmp_path), tmp_path)
+        before = file.content()
+        (tmp_path / "a.jsonl").write_bytes(LINES * 2)
+        assert file.content() != before
+        assert "there is no such file" in complaint(f"{address}/gone.jsonl", tmp_path)
+        server.shutdown()
+    assert "there is no such file, or it cannot be reached: " in complaint(f"{address}/a.jsonl", tmp_path)
+
+
+@pytest.mark.full
+def test_a_bucket(tmp_path: Path) -> None:
+    """A store that speaks S3: files, a glob and a folder; no key is in a message."""
+    import fsspec
+
+    with buckets.server("rows"):
+        there = fsspec.filesystem("s3")
+        names = {
+            "/rows/set/train-0.jsonl.gz": gzip.compress(LINES),
+            "/rows/set/test-0.jsonl": LINES,
+            "/rows/a.parquet": parquet(tmp_path / "p"),
+        }
+        for name, content in names.items():
+            there.pipe_file(name, content)
+        for place in ("s3://rows/set", "s3://rows/set/train-0.jsonl.gz", "s3://rows/*.parquet", {"path": "s3://rows/set", "split": "test"}):
+            assert values(place, tmp_path) == ROWS
+        line = complaint("s3://rows/gone.jsonl", tmp_path)
+    assert "there is no such file" in line and buckets.SECRET not in line
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Ranged(Quiet):
+    """Sends parts of files."""
+
+    def send_head(self) -> Any:
+        path = Path(self.translate_path(self.path))
+        if not path.is_file():
+            return super().send_head()
+        content, parts = path.read_bytes(), self.headers.get("Range")
+        self.send_response(206 if parts else 200)
+        if parts:
+            start, stop = (int(each) for each in parts.removeprefix("bytes=").split("-"))
+            self.send_header("Content-Range", f"bytes {start}-{min(stop, len(content) - 1)}/{len(content)}")
+            content = content[start : stop + 1]
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Last-Modified", self.date_time_string(path.stat().st_mtime))
+        self.end_headers()
+        return io.BytesIO(content)
 
 
 # ------------------------------------------------------------------------------------------------------------------- SQL
