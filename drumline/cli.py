@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from drumline import __version__, cli_report, cli_runs
+from drumline import __version__, cli_report, cli_runs, cli_scale
 from drumline.cli_runs import path_of as _path
 from drumline.core.redact import redact
 from drumline.errors import DrumlineError, UserError
@@ -206,7 +206,7 @@ def export(
     run: Annotated[str, typer.Argument(parser=_place, metavar="RUN", help="A run folder, or the URL of a run (its checkpoint.url).")],
     to: Annotated[Path, _path_option(help="The folder to write.")],
     which: Annotated[str, typer.Option(help="last, best, or a step number.")] = "best",
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: as checkpoint.export_dtype of the run.")] = "auto",
     adapter: Annotated[bool, typer.Option("--adapter", help="LoRA: write only the adapter, as PEFT's files, not merged.")] = False,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -328,6 +328,7 @@ def schema() -> None:
 
 cli_runs.add(app)
 cli_report.add(app)
+cli_scale.add(app)
 
 
 def main(arguments: list[str] | None = None) -> None:

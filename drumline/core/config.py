@@ -232,6 +232,9 @@ class CheckpointConfig(Section):
         "best", description="Which checkpoint is exported to RUN/export as a Hugging Face folder; the last one if there is no best one."
     )
     export_adapter: bool = Field(False, description="With an adapter: export only the adapter, as PEFT's files, not the merged model.")
+    export_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="Type of the exported weights. auto: that of the files the model was loaded from; of an adapter fp32."
+    )
 
     @property
     def memory_copies(self) -> int:

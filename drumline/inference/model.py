@@ -26,6 +26,7 @@ from drumline.core.signals import CtrlC
 from drumline.dist.seeds import derive
 from drumline.errors import DataError, EnvironmentFault, ModelError, UserError
 from drumline.foreign import judged, read_object
+from drumline.models.adapters import CONFIG as ADAPTER
 from drumline.models.adapters import read_over
 from drumline.models.build import build_model
 from drumline.models.classes import auto_class
@@ -37,7 +38,6 @@ from drumline.report.bars import OnProgress, aside, bars
 from drumline.rl.generate import Completion, HFGenerator, Request, end_tokens
 from drumline.train.run import Run
 
-ADAPTER = "adapter_config.json"
 COMMANDS = "/exit or Ctrl-D leaves, /clear forgets what was said, Ctrl-C stops an answer"
 # What a model's own generation config may set for sampling, and greedy decoding would warn of.
 NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None}

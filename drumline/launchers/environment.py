@@ -84,7 +84,7 @@ def launchers() -> list[ProcessId]:
     return found
 
 
-def listen(port: int | None, address: str = "127.0.0.1") -> socket.socket:
+def listen(port: int | None, address: str = "127.0.0.1", where: str = "launch.port") -> socket.socket:
     """A listening socket on loopback or another `address` of this host, on any free port when `port` is None. It is taken from now on, so
     that nobody can come in between.
 
@@ -94,7 +94,8 @@ def listen(port: int | None, address: str = "127.0.0.1") -> socket.socket:
         return socket.create_server((address, port or 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     except OSError as error:
         reason = f"is held by {port_holder(port)}" if port and port_holder(port) else f"cannot be had: {error.strerror}"
-        raise EnvironmentFault(f"port {port} {reason}", where="launch.port", fix="end it, or leave launch.port out") from None
+        fix = "end it, or leave launch.port out" if where == "launch.port" else "end it, or name another port"
+        raise EnvironmentFault(f"port {port} {reason}", where=where, fix=fix) from None
 
 
 def port_holder(port: int) -> str | None:

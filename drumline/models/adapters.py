@@ -32,7 +32,7 @@ NAME = "default"
 A, B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
 TRAINED = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector)\.[^.]+\.weight$|\.trainable_tokens_delta\.[^.]+$")
 WHERE = "adapter.targets"
-FILE = "adapter_model.safetensors"
+FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ROUNDS = 16  # of subspace iteration for `pissa_fast`
 
 

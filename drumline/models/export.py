@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from drumline import __version__
@@ -23,6 +24,7 @@ from drumline.core.model import Head, ModelConfig
 from drumline.core.plan import Plan
 from drumline.dist.seeds import derive
 from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault, ModelError
+from drumline.foreign import read_object
 from drumline.hardware.detect import free_bytes
 from drumline.models import adapters
 from drumline.models.build import build_model
@@ -40,17 +42,22 @@ Which = Literal["last", "best"] | int
 PROVENANCE = "drumline.json"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TOLERANCE = 1e-5
+# ‖a − b‖ / ‖b‖ of logits before and after weights are rounded: an entry is off by at most 2⁻⁹ or 2⁻¹² of itself, and blocks add these up.
+ROUNDING = {"bf16": 0.1, "fp16": 0.02}
 VALUE_FILE = "value_head.safetensors"
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """A finished export. `max_logit_difference`: between the model in memory and the folder read back, on a few tokens."""
+    """A finished export. `max_logit_difference`: between the model in memory and the folder read back, on a few tokens. `rounding`: what
+    `dtype` changed, ‖a − b‖ / ‖b‖ of the same logits."""
 
     path: Path
     step: int
     seconds: float
     max_logit_difference: float
+    dtype: str
+    rounding: float
 
 
 def export(
@@ -58,17 +65,18 @@ def export(
     to: Path,
     which: Which,
     progress: OnProgress = lambda phase, done, total: None,
-    dtype: str = "fp32",
+    dtype: str = "auto",
     adapter: bool = False,
     trust: bool = False,
 ) -> ExportResult:
     """Write safetensors, config, generation config and tokenizer of a checkpoint of `run_dir` to folder `to`. `which`: the newest
-    checkpoint, the best by eval.metric (the newest where none was measured), or that of a step. The adapters of a LoRA run are merged;
-    `adapter`: only they are written, as PEFT's files. An older export in `to` is replaced. Raises CheckpointError, ModelError,
-    EnvironmentFault, and DrumlineError where the folder does not read back as the same model; then `to` is as it was."""
+    checkpoint, the best by eval.metric (the newest where none was measured), or that of a step. `dtype`: a key of DTYPES, or auto, as
+    `checkpoint.export_dtype` of the run says. The adapters of a LoRA run are merged; `adapter`: only they are written, as PEFT's files.
+    An older export in `to` is replaced. Raises CheckpointError, ModelError, EnvironmentFault, and DrumlineError where the folder does not
+    read back as the same model; then `to` is as it was."""
     began = time.time()
-    if dtype not in DTYPES:
-        raise EnvironmentFault(f"no dtype {dtype!r}", where="--dtype", fix=f"one of {', '.join(DTYPES)}")
+    if dtype not in ("auto", *DTYPES):
+        raise EnvironmentFault(f"no dtype {dtype!r}", where="--dtype", fix=f"one of auto, {', '.join(DTYPES)}")
     plan = _plan_of(run_dir, trust)
     base = _base_of(plan) if adapter else None
     checkpoint = _choose(run_dir / "checkpoints", which)
@@ -80,10 +88,8 @@ def export(
     value = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items() if name.startswith(f"{VALUE}.")}
     if value:  # it is no part of the language model
         delattr(model, VALUE)
-    # Parameters only: rounded rotary frequencies, which no file holds, would make another model.
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trainable:
-        parameter.data = parameter.data.to(getattr(torch, DTYPES[dtype]))
+    dtype = _dtype(dtype, plan, adapter)
+    trainable, rounding = _round(model, dtype, plan, checkpoint)
     step = check(checkpoint, verify=False, alone=True).step
     progress("export", 1, 4)
     with beside(to, "cannot write", to, "choose a folder on a disk with space, or one that is yours") as temporary:
@@ -96,6 +102,7 @@ def export(
         if value:
             save_file(value, temporary / VALUE_FILE)
         origin = {"drumline": __version__, "run": str(run_dir), "checkpoint": checkpoint.name, "step": step, "dtype": dtype}
+        origin |= {"torch": torch.__version__, "transformers": transformers.__version__}
         (temporary / PROVENANCE).write_text(json.dumps(origin, indent=2) + "\n")
         progress("export", 2, 4)
         expected = _logits(model.float(), plan)
@@ -107,7 +114,56 @@ def export(
         _share_alike(temporary)
         take_name(temporary, to, temporary.with_name(f"{temporary.name}-old"))
     progress("export", 4, 4)
-    return ExportResult(to, step, time.time() - began, difference)
+    return ExportResult(to, step, time.time() - began, difference, dtype, rounding)
+
+
+def _dtype(wanted: str, plan: Plan, adapter: bool) -> str:
+    """A key of DTYPES. Weights that were drawn are exported as they were trained; files of another type, or of none, count as fp32."""
+    wanted = plan.config.checkpoint.export_dtype if wanted == "auto" else wanted
+    if wanted != "auto":
+        return wanted
+    if adapter:
+        return "fp32"
+    if plan.model_path is None or plan.config.model.init == "random":
+        return plan.config.precision.master
+    config = load_config(plan.model_path, plan.config.model)
+    loaded = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return {f"torch.{name}": key for key, name in DTYPES.items()}.get(str(loaded), "fp32")
+
+
+def _round(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tuple[list[Any], float]:
+    """The trainable parameters, now in `dtype`, and what that changed (see ExportResult). Raises DrumlineError where it is too much."""
+    exact = _logits(model, plan) if dtype in ROUNDING else None
+    # Parameters only: rounded rotary frequencies, which no file holds, would make another model.
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trainable:
+        parameter.data = parameter.data.to(getattr(torch, DTYPES[dtype]))
+    if exact is None:
+        return trainable, 0.0
+    kept = [parameter.data for parameter in trainable]
+    off = float(torch.linalg.vector_norm(_logits(model.float(), plan) - exact) / max(float(torch.linalg.vector_norm(exact)), TOLERANCE))
+    for parameter, data in zip(trainable, kept, strict=True):
+        parameter.data = data
+    if not off <= ROUNDING[dtype]:
+        what = f"rounded to {dtype} it is another model: logits differ by {off:.0%}"
+        raise DrumlineError(what, where=str(checkpoint), fix="drumline export --dtype fp32, or checkpoint.export_dtype: fp32")
+    return trainable, off
+
+
+def exported(run_dir: Path, adapter: bool, progress: OnProgress, trust: bool = False) -> Path:
+    """The folder that `export` writes of a run: RUN/export where that has this form and the checkpoint that the run exports, else a new one
+    beside it. Raises what `export` raises."""
+    plan, root = _plan_of(run_dir, trust), run_dir / "checkpoints"
+    which: Which = "last" if plan.config.checkpoint.export == "last" else "best"
+    wanted = (pointed(root, "best") if which == "best" else None) or pointed(root, "latest")
+    for name in ("export", "adapter" if adapter else "merged"):
+        folder = run_dir / name
+        if (folder / (adapters.CONFIG if adapter else "config.json")).exists() and (folder / PROVENANCE).exists():
+            found = read_object(folder / PROVENANCE, ModelError, f"remove {folder}").get("checkpoint")
+            if wanted is None or found == wanted.name:  # where no checkpoint was kept, the folder is all there is
+                return folder
+    to = run_dir / ("export" if not (run_dir / "export").exists() else name)
+    return export(run_dir, to, which, progress, adapter=adapter, trust=trust).path
 
 
 def read_run(run_dir: Path, trust: bool = False) -> tuple[Any, Any, Path]:

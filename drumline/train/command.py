@@ -201,4 +201,6 @@ def export(run: str, to: Path, which: str, dtype: str, adapter: bool, trust: boo
     choice = cast(Which, int(which) if which.isdecimal() else which)
     with at_hand(run, choice) as run_dir, bars(Console(stderr=True)) as on_progress:
         result = write(run_dir, to, choice, on_progress, dtype=dtype, adapter=adapter, trust=trust)
-    print(f"wrote {result.path} in {result.seconds:.1f} s; reloaded, largest difference of logits {result.max_logit_difference:g}")
+    rounded = f"; rounding changed them by {result.rounding:.2%}" if result.rounding else ""
+    print(f"wrote {result.path} ({result.dtype}) in {result.seconds:.1f} s")
+    print(f"reloaded, largest difference of logits {result.max_logit_difference:g}{rounded}")

@@ -75,7 +75,7 @@ def test_export_on_demand(run: Path, tmp_path: Path, which: str, dtype: str) -> 
     [
         (["--which", "worst"], "last, best, or the number"),
         (["--which", "77"], "not a committed checkpoint"),
-        (["--dtype", "fp8"], "fp32, bf16, fp16"),
+        (["--dtype", "fp8"], "auto, fp32, bf16, fp16"),
     ],
 )
 def test_export_refuses_in_one_line(run: Path, tmp_path: Path, arguments: list[str], says: str) -> None:

@@ -1,0 +1,57 @@
+"""`drumline serve`: a run's export behind an HTTP server with OpenAI's interface: vLLM where it is installed, else transformers' own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from drumline.core.plan import Plan
+from drumline.core.process import Process, exit_code, start_command, tied
+from drumline.core.signals import CtrlC
+from drumline.errors import CheckpointError, EnvironmentFault, ModelError
+from drumline.launchers.environment import listen
+from drumline.models.export import exported
+from drumline.report.bars import bars
+
+END_SECONDS = 10.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def serve(run: Path, host: str, port: int, trust: bool) -> int:
+    """Export RUN where that is not done, and serve it until Ctrl-C. Returns 0 then, else the server's exit code. Raises EnvironmentFault
+    for a port that is held and for a server that is not installed, ModelError for a model that writes no text."""
+    if not (run / "plan.json").exists():
+        raise CheckpointError("not a run folder: it has no plan.json", where=str(run), fix="name the folder that `drumline train` printed")
+    plan = Plan.load(run / "plan.json", trust)
+    if not plan.config.algorithm.writes:
+        raise ModelError(f"a model of algorithm {plan.config.algorithm.kind} gives numbers, not text", where=str(run))
+    listen(port, host, "--port").close()
+    vllm = importlib.util.find_spec("vllm") is not None
+    if not vllm and None in map(importlib.util.find_spec, ("fastapi", "uvicorn", "openai")):
+        raise EnvironmentFault("no server is installed", where="drumline serve", fix="pip install vllm, or pip install 'drumline[serve]'")
+    with bars(Console(stderr=True)) as on_progress:
+        folder = str(exported(run, False, on_progress, trust).absolute())
+    module = "vllm.entrypoints.cli.main" if vllm else "transformers.cli.transformers"
+    options = ["--host", host, "--port", str(port), *["--trust-remote-code"] * trust, *["--served-model-name", folder] * vllm]
+    by = "vLLM" if vllm else "transformers"
+    print(f"{by} at http://{host}:{port}/v1; Ctrl-C ends it. The model's name there is\n{folder}", flush=True)
+    if host not in LOOPBACK:
+        print(f"note: whoever reaches {host} may use it", file=sys.stderr)
+    return _until_ctrl_c(start_command([sys.executable, *tied(module, "serve", folder, *options)], os.environ))
+
+
+def _until_ctrl_c(server: Process) -> int:
+    try:
+        with CtrlC():
+            return server.wait()
+    except KeyboardInterrupt:
+        server.terminate()
+        if exit_code(server, END_SECONDS) is None:
+            os.killpg(server.pid, signal.SIGKILL)  # it is the first of a session
+            server.wait()
+        return 0
