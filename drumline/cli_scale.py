@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from drumline.cli_runs import Run
+from drumline.cli_runs import Run, path_of
+from drumline.errors import UserError
 
+ConfigFile = Annotated[
+    Path, typer.Argument(parser=path_of, metavar="CONFIG.yaml", help="The config of the run; `drumline schema` describes its keys.")
+]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. No file can allow this.")]
 
 
@@ -37,7 +43,56 @@ def serve(
     raise typer.Exit(run_server(run, host, port, trust_remote_code))
 
 
+def sweep(
+    config: ConfigFile,
+    axes: Annotated[list[str], typer.Argument(metavar="KEY=VALUE[,VALUE]…", help="Keys with their values: optimizer.lr=1e-5,3e-5")],
+    random: Annotated[int | None, typer.Option(min=1, max=10**4, metavar="N", help="Draw N points; ranges: 1..8, log:1e-6..1e-3.")] = None,
+    optuna: Annotated[int | None, typer.Option(min=1, max=10**4, metavar="N", help="Have Optuna choose N points.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, max=1024, help="Trials at a time (default: 1; under Slurm all).")] = None,
+    on: Annotated[str | None, typer.Option(metavar="slurm", help="Submit each trial as a job of Slurm.")] = None,
+    to: Annotated[Path | None, typer.Option(parser=path_of, metavar="F", help="The folder. Default: runs/NAME-sweep.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the trials; start nothing.")] = False,
+) -> None:
+    """Train a config with many values: each trial is a run, the best by eval.metric first. Given again, it goes on where it was."""
+    from drumline.bench.sweep import Options
+    from drumline.bench.sweep import sweep as run
+
+    if on not in (None, "slurm"):
+        raise UserError(f"no launcher {on!r} for a sweep", where="--on", fix="slurm, or leave it out for this machine")
+    raise typer.Exit(run(config, axes, Options(random, optuna, jobs, on == "slurm", to, dry_run)))
+
+
+def bench(
+    config: ConfigFile,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that override the YAML.")] = None,
+    nproc: Annotated[str, typer.Option(metavar="1,2,4", help="Processes of each host.")] = "1,2",
+    strategies: Annotated[str, typer.Option(metavar="LIST", help="Such as `ddp,fsdp2 tp=2`. Default: the config's own.")] = "",
+    nodes: Annotated[str, typer.Option(metavar="1,2", help="Hosts, where launch.kind is of several (experimental).")] = "",
+    steps: Annotated[int, typer.Option(min=1, max=10**6, help="Counted steps of a round, after the first few.")] = 20,
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Each case is measured once a round, in turn.")] = 3,
+    weak: Annotated[bool, typer.Option("--weak", help="Weak scaling: the global batch grows with the processes.")] = False,
+    predict: Annotated[str, typer.Option(metavar="CLUSTERS", help="Also predict, such as `8xh100-80g,2x8xh100-80g`.")] = "",
+    to: Annotated[Path | None, typer.Option(parser=path_of, metavar="F", help="The folder. Default: runs/NAME-bench.")] = None,
+) -> None:
+    """Measure how a config scales: samples/s, speed-up, efficiency, memory and communication, beside what the planner predicts."""
+    from drumline.bench.scaling import Options
+    from drumline.bench.scaling import bench as run
+
+    names = tuple(dict.fromkeys(name.strip() for name in strategies.split(",") if name.strip()))
+    clusters = tuple(dict.fromkeys(name.strip() for name in predict.split(",") if name.strip()))
+    options = Options(_numbers(nproc, "--nproc"), names, _numbers(nodes, "--nodes") if nodes else (), steps, rounds, weak, clusters, to)
+    raise typer.Exit(run(config, overrides or [], options))
+
+
+def _numbers(text: str, flag: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them, each once. Raises UserError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch("0*[1-9][0-9]{0,3}", part) for part in parts):
+        raise UserError(f"{text[:40]!r} given, whole numbers below 10,000 are wanted", where=flag, fix="such as 1,2,4")
+    return tuple(sorted({int(part) for part in parts}))
+
+
 def add(app: typer.Typer) -> None:
     """Have `app` know of them."""
-    for command in (push, serve):
+    for command in (push, serve, sweep, bench):
         app.command()(command)

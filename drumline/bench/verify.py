@@ -89,7 +89,7 @@ def compare(
     """The same from Python: `config` is a path or the keys themselves, `strategies` as `fsdp2` or `ddp tp=2`, all usual ones by default."""
     read, changes = reader(config), overrides_of(overrides)
     wanted = strategies or [*(kind for kind, spec in kinds(StrategySpec).items() if spec.compared), *(MIXES if nproc >= 4 else ())]
-    spelled = {name: _spell(name) for name in wanted}
+    spelled = {name: spell(name) for name in wanted}
     with aside(display) as on_progress, _folder(None if keep is None else Path(keep)) as place:
         root = Path(place)
         common = [*changes, *_common(read(changes).config, nproc, steps, on_progress)]
@@ -132,7 +132,7 @@ def _print(console: Console, found: Comparison, steps: int) -> int:
     return int(not found.same)
 
 
-def _spell(name: str) -> str:
+def spell(name: str) -> str:
     """`fsdp2 tp=2` → the override `strategy={kind: fsdp2, tp: 2}`."""
     kind, *options = name.split()
     if any("=" not in option for option in options):

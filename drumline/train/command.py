@@ -16,6 +16,7 @@ from drumline.compat.convert import convert as to_drumline
 from drumline.compat.overlay import from_environment, from_file
 from drumline.core.explain import default_run_dir, explain, plan_line
 from drumline.core.load import Request, load, reader, to_yaml
+from drumline.core.plan import Plan
 from drumline.core.process import uncollected
 from drumline.core.resolve import default_processes
 from drumline.errors import UserError
@@ -123,8 +124,11 @@ def _dry_run(request: Request) -> int:
     return 0
 
 
-def launch_ranks(request: Request, display: bool, watch: bool = False) -> tuple[Path, int]:
-    """By our own launcher. `watch`: serve the page of `drumline watch` meanwhile. Returns the run folder and the exit code."""
+def launch_ranks(
+    request: Request, display: bool, watch: bool = False, change: Callable[[Plan], Plan] = lambda plan: plan
+) -> tuple[Path, int]:
+    """By our own launcher. `watch`: serve the page of `drumline watch` meanwhile. `change`: of the plan, before anything is written.
+    Returns the run folder and the exit code."""
     request, config = _placed(request), request.loaded.config
     with ExitStack() as stack:
         run_dir = Path(config.run.dir or default_run_dir(request.loaded.path))
@@ -134,7 +138,7 @@ def launch_ranks(request: Request, display: bool, watch: bool = False) -> tuple[
             from drumline.train.setup import claim_run_dir, make_plan
 
         with aside(display) as on_progress:
-            plan = make_plan(request, on_progress=on_progress)
+            plan = change(make_plan(request, on_progress=on_progress))
         notes(plan.data.notes if plan.data else ())
         launcher = plan.config.launch
         launcher.require()

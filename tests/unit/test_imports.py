@@ -38,7 +38,7 @@ MAY: dict[str, set[str]] = {
         *("core", "hardware", "compat", "dist", "checkpoint", "telemetry", "report", "models", "data", "algorithms", "parallel"),
         *("strategies", "rl", "planner", "launchers"),
     },
-    "bench": {"core", "hardware", "dist", "checkpoint", "telemetry", "report", "models", "launchers", "train"},
+    "bench": {"core", "hardware", "dist", "checkpoint", "telemetry", "report", "models", "launchers", "planner", "train"},
     "inference": {"core", "dist", "checkpoint", "telemetry", "report", "models", "data", "rl", "launchers", "train"},
     "cli": {"cli_report", "cli_runs", "cli_scale", "core", "report", "telemetry", "planner", "launchers", "train", "bench", "inference", "doctor"},
     "cli_report": {"cli_runs", "report", "launchers"},

@@ -1,0 +1,67 @@
+"""What a bench or a sweep leaves to look at: a table as Markdown, one HTML file with its figure inside, and the figure as PNG."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from drumline.core.files import write_whole
+from drumline.report.bars import notes
+
+Rows = Sequence[Sequence[str]]
+STYLE = (
+    ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}"
+    "table{border-collapse:collapse;display:block;overflow-x:auto}td,th{padding:.3em .8em;border-bottom:1px solid #8886;"
+    "text-align:right;white-space:nowrap}td:first-child,th:first-child,td:last-child{text-align:left}td:last-child{white-space:normal}"
+    "img{max-width:100%;background:#fff}"
+)
+
+
+def markdown(rows: Rows) -> str:
+    """A table; the first row is its head."""
+    lines = ["| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def write_pages(
+    folder: Path, name: str, title: str, tables: Sequence[tuple[str, Rows]], lines: Sequence[str], draw: Callable[[Any], None]
+) -> None:
+    """NAME.md, NAME.html and NAME.png in `folder`. `tables`: heading and rows; `lines`: what is said below them; `draw` gets a matplotlib
+    Figure. Without matplotlib there is no figure, and a note says so."""
+    parts = [f"# {title}", *(f"## {head}\n\n{markdown(rows)}" if head else markdown(rows) for head, rows in tables)]
+    bullets = "\n".join(f"- {' '.join(line.split())}" for line in lines)
+    png = _png(draw)
+    picture = [f"![{title}]({name}.png)"] if png else []
+    write_whole(folder / f"{name}.md", "\n\n".join([*parts, *([bullets] if bullets else []), *picture]) + "\n")
+    if png:
+        (folder / f"{name}.png").write_bytes(png)
+    body = [f"<h1>{html.escape(title)}</h1>"]
+    for head, rows in tables:
+        body += [f"<h2>{html.escape(head)}</h2>"] * bool(head)
+        cells = [(("th" if number == 0 else "td"), row) for number, row in enumerate(rows)]
+        body.append(
+            "<table>" + "".join("<tr>" + "".join(f"<{t}>{html.escape(c)}</{t}>" for c in row) + "</tr>" for t, row in cells) + "</table>"
+        )
+    body += [f"<p>{html.escape(line)}</p>" for line in lines]
+    body += [f'<img alt="{html.escape(title)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'] if png else []
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
+    write_whole(folder / f"{name}.html", head + "\n".join(body) + "</html>\n")
+
+
+def _png(draw: Callable[[Any], None]) -> bytes | None:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        notes(["no figure is drawn: the package matplotlib is missing — pip install matplotlib"])
+        return None
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    draw(figure)
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=110)
+    return out.getvalue()

@@ -1,0 +1,71 @@
+"""`drumline bench`: what is counted of a run, and the pages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from drumline.bench.pages import markdown
+from drumline.bench.scaling import WARM, Case, Options, Prediction, Round, Row, _base, _folder, _round, _show, bench
+from drumline.errors import UserError
+from drumline.telemetry.events import Measured, Step
+from tests.harness import write_config
+
+
+def step(number: int, **values: Any) -> Step:
+    return Step(**{**dict.fromkeys(Step.names(), 1.0), "step": number, **values})
+
+
+def rows() -> list[Row]:
+    one = Row(Case("ddp", 1), [Round(10, 100, 1.0, None, 2**20), Round(8, 80, 1.2, None, 2**20)], "ddp", (9.0, 4.5, 18.0))
+    two = Row(Case("ddp", 2), [Round(18, 180, 0.5, 0.25, 2**21), Round(16, 160, 0.6, 0.35, 2**21)], "ddp")
+    return [one, two, Row(Case("<b>tp", 2), reason="<script>alert(1)</script> | refused")]
+
+
+def test_the_first_steps_do_not_count() -> None:
+    events: list[Any] = [step(number, samples_per_s=1.0, seconds=9.0, comm_s=9.0) for number in range(1, WARM + 1)]
+    assert _round(events) is None
+    rates = zip((10.0, 12.0, 50.0), (0.2, 0.1, 0.0), strict=True)
+    events += [step(WARM + n, samples_per_s=rate, tokens_per_s=rate * 10, seconds=1.0, comm_s=w) for n, (rate, w) in enumerate(rates, 1)]
+    memory: dict[str, Any] = dict.fromkeys(Measured.names(), ()) | {"metrics": {"memory": {"peak": 5, "reserved": 7}}}
+    seen = _round([*events, Measured(**memory)])
+    assert seen == Round(12.0, 120.0, 1.0, pytest.approx(0.1), 7)
+    events.append(step(WARM + 4, samples_per_s=12.0, comm_s=None))
+    assert _round(events).communication is None, "not measured is not nothing"
+
+
+def test_speed_up_is_of_the_same_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = rows()
+    assert _base(made, made[1]) is made[0] and made[1].speed_up(made[0]) == (1.9, 1.8, 2.0)
+    predictions = [Prediction("2x8xh100-80g", 16, "fsdp2", (100.0, 80.0, 130.0), 4096.0, 2**30), Prediction("9xnothing", reason="no such")]
+    _show(Path("mine.yaml"), made, predictions, Options((1, 2)), tmp_path, [0.5, 1.5], Console(width=80))
+    out, page = capsys.readouterr().out, (tmp_path / "bench.html").read_text()
+    assert all(len(line) <= 80 for line in out.splitlines() if str(tmp_path) not in line), out
+    text = (tmp_path / "bench.md").read_text()
+    for shown in ("1.9 (1.8–2)", "95%", "30%", "4.5–18", "Predicted, not measured", "100 (80–130)", "Load before each round: 0.5, 1.5"):
+        assert shown in text and shown in page, shown
+    assert "<script>alert" not in page and "&lt;script&gt;" in page and "http" not in page
+    assert json.loads((tmp_path / "bench.json").read_text())["rows"][1]["rounds"][0]["samples_per_s"] == 18
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_cells_stay_cells() -> None:
+    assert markdown([["a", "b"], ["x|y", "two\nlines"]]).splitlines() == ["| a | b |", "|---|---|", "| x\\|y | two lines |"]
+
+
+def test_what_is_wrong_is_a_line(tmp_path: Path) -> None:
+    config = write_config(tmp_path, tmp_path / "model")
+    with pytest.raises(UserError, match="this host alone"):
+        bench(config, [], Options((1,), nodes=(2,)))
+    with pytest.raises(UserError, match="unknown key 'stepz'"):
+        bench(config, ["run.stepz=1"], Options((1,)))
+    with pytest.raises(UserError, match="is no strategy"):
+        bench(config, [], Options((1,), ("ddp tp",)))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "x").write_text("mine")
+    with pytest.raises(UserError, match="not a bench"):
+        _folder(tmp_path / "mine")
