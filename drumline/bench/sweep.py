@@ -103,7 +103,7 @@ def sweep(config: Path, given: list[str], options: Options) -> int:
     made.claim()
     study = Study(made.folder, made.searched, options.optuna, made.eval, made.loaded.config.run.seed) if options.optuna else None
     found: dict[Trial, Outcome] = {}
-    asked: dict[Trial, None] = dict.fromkeys(first)  # in their order
+    listed: dict[Trial, None] = dict.fromkeys(first)  # in their order
 
     def tell(trial: Trial, seen: Outcome) -> None:
         found[trial] = seen
@@ -114,20 +114,20 @@ def sweep(config: Path, given: list[str], options: Options) -> int:
         seen = outcome(trial, made.eval, code)
         tell(trial, seen)
         value = seen.reason or seen.state if seen.value is None else f"{made.eval.metric} {seen.value:.4g}"
-        print(f"[{len(found)} of {len(asked)}] {trial.folder.name}: {value}", file=sys.stderr, flush=True)
+        print(f"[{len(found)} of {len(listed)}] {trial.folder.name}: {value}", file=sys.stderr, flush=True)
 
     def due() -> Iterator[Trial]:
         for trial in first if study is None else (made.trial(point, seed) for point in study.points() for seed in made.seeds):
             seen = found.get(trial) or outcome(trial, made.eval)
             if seen.state == "finished" or trial in found:
                 tell(trial, seen)
-            elif study is None or trial not in asked:
-                asked[trial] = None
+            elif study is None or trial not in listed:
+                listed[trial] = None
                 yield trial
-            asked[trial] = None
+            listed[trial] = None
 
     number = trials.run(due(), ended)
-    outcomes = [found.get(trial) or outcome(trial, made.eval) for trial in asked]
+    outcomes = [found.get(trial) or outcome(trial, made.eval) for trial in listed]
     show(made, outcomes, console)
     if number:
         print(f"{'the jobs go on' if options.slurm else 'stopped'}: the same command goes on with the sweep", file=sys.stderr)

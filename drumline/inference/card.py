@@ -55,7 +55,7 @@ def _sections(run_dir: Path, plan: Plan, events: list[Event], origin: dict[str, 
         "## Data\n" + _table([("source", "kind"), *((_source(source), source.kind) for source in plan.config.data.train)]),
         *([f"{data.train_samples:,} training samples, {data.train_tokens:,} tokens; {data.eval_samples:,} held out."] if data else []),
         *[f"- {_text(line)}" for line in (data.notes if data else ())],
-        *_figures(events, origin.get("step")),
+        *_measured(events, origin.get("step")),
         f"## Command\n    {command}\n\nwith this as {run_dir.name}.yaml (paths of the machine are shortened):",
         f"```yaml\n{write_yaml(public(_given(plan.config)))}```",
         f"## Plan\n{strategy_name(plan)} on {plan.mesh.world_size} × {plan.device}.\n\n```\n{_short_paths(explain(plan))}\n```",
@@ -63,7 +63,7 @@ def _sections(run_dir: Path, plan: Plan, events: list[Event], origin: dict[str, 
     ]
 
 
-def _figures(events: list[Event], exported: Any) -> list[str]:
+def _measured(events: list[Event], exported: Any) -> list[str]:
     """What was measured: held-out metrics before training and of the exported step, and what the run took."""
     evals = {event.step: event for event in events if isinstance(event, Eval)}
     shown = [evals[step] for step in dict.fromkeys([*sorted(evals)[:1], exported]) if step in evals]

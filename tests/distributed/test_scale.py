@@ -76,11 +76,8 @@ def test_a_client_talks_to_a_served_run_and_ctrl_c_leaves_nothing(tmp_path: Path
     run, port = tmp_path / "run", free_port()
     server = start_interpreter("serve", run, "--port", port)
     try:
-        client, until, answer = (
-            openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60),
-            time.monotonic() + 120,
-            None,
-        )
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60)
+        until, answer = time.monotonic() + 120, None
         while answer is None and time.monotonic() < until and server.poll() is None:
             with contextlib.suppress(openai.APIConnectionError):
                 message = {"role": "user", "content": "one two?"}
