@@ -159,6 +159,7 @@ def _short(config: Config, case: Case, samples: int, steps: int) -> list[str]:
         "checkpoint={export: none}",
         "eval.at_start=false",
         "eval.every=null",
+        "report.html=false",
         "launch.max_restarts=0",
         f"launch.nproc={case.nproc}",
         *([f"launch.nodes={case.nodes}"] if case.nodes else []),
