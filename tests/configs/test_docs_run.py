@@ -40,6 +40,10 @@ NOT_HERE = {
     "drumline eval mine.yaml --lm-eval": "downloads its questions; tests/distributed/test_eval.py has a task of its own",
     "drumline init mine.yaml": "asks questions; tests/unit/test_init.py answers",
     "drumline stop": "a run that is under way; tests/unit/test_runs.py",
+    "drumline serve ": "listens until Ctrl-C; tests/distributed/test_scale.py",
+    "drumline push runs/mine --to me/my-model --private": "sends; tests/unit/test_push.py has a hub",
+    "drumline push runs/mine --to me/my-adapter": "the same",
+    "drumline export runs/mine --to my-adapter": "that run has no adapter; tests/unit/test_adapters.py",
     "drumline doctor --bandwidth": "measures for minutes; tests/unit/test_doctor.py",
 }
 # Pages whose commands need hosts, a cluster or a store; the tests that run them are named in tests/unit/test_launcher_pages.py.

@@ -40,7 +40,10 @@ MAY: dict[str, set[str]] = {
     },
     "bench": {"core", "hardware", "dist", "checkpoint", "telemetry", "report", "models", "launchers", "planner", "train"},
     "inference": {"core", "dist", "checkpoint", "telemetry", "report", "models", "data", "rl", "launchers", "train"},
-    "cli": {"cli_report", "cli_runs", "cli_scale", "core", "report", "telemetry", "planner", "launchers", "train", "bench", "inference", "doctor"},
+    "cli": {
+        *("cli_report", "cli_runs", "cli_scale"),
+        *("core", "report", "telemetry", "planner", "launchers", "train", "bench", "inference", "doctor"),
+    },
     "cli_report": {"cli_runs", "report", "launchers"},
     "cli_runs": {"report", "launchers"},
     "cli_scale": {"cli_runs", "bench", "inference"},
