@@ -150,6 +150,8 @@ def rank_main(plan: str, name: str, sides: list[str], steps: int) -> None:
     from drumline.core.plan import Plan
     from drumline.dist.start import start, stop
 
+    global RANKS
+    RANKS = int(os.environ["WORLD_SIZE"])  # benchmarks/scaling.py has other numbers of them
     torch.set_num_threads(1)
     ranks = start("cpu", "gloo", 600.0)
     resolved = Plan.load(Path(plan))

@@ -9,7 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from drumline.core.files import write_whole
+from drumline.errors import EnvironmentFault
 from drumline.report.bars import notes
 
 Rows = Sequence[Sequence[str]]
@@ -19,6 +25,32 @@ STYLE = (
     "text-align:right;white-space:nowrap}td:first-child,th:first-child,td:last-child{text-align:left}td:last-child{white-space:normal}"
     "img{max-width:100%;background:#fff}"
 )
+
+
+def claim(folder: Path, mark: str, thing: str) -> bool:
+    """Make a folder; whether it is an earlier one of this kind already, which has a file `mark`. Raises EnvironmentFault for one that holds
+    something else, or cannot be made."""
+    where = {"where": str(folder), "fix": "name another folder with --to"}
+    if (folder / mark).exists():
+        return True
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise EnvironmentFault(f"holds something that is not a {thing}", **where)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / mark, "{}\n", private=True)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot be written: {error.strerror}", **where) from None
+    return False
+
+
+def show(console: Console, title: str, rows: Rows, left: Sequence[str]) -> None:
+    """Print a table; the columns in `left` are texts."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in rows[0]:
+        table.add_column(Text(name), justify="left" if name in left else "right", overflow="fold")
+    for row in rows[1:]:
+        table.add_row(*map(Text, row))
+    console.print(table)
 
 
 def markdown(rows: Rows) -> str:

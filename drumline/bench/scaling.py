@@ -14,11 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from drumline.bench.pages import Rows, write_pages
+from drumline.bench import pages
+from drumline.bench.pages import Rows, claim, write_pages
 from drumline.bench.verify import spell
 from drumline.core.batch import resolve_batch
 from drumline.core.config import Config
@@ -27,7 +26,7 @@ from drumline.core.files import remove, write_whole
 from drumline.core.load import Loaded, Request, reader
 from drumline.core.plan import Plan
 from drumline.core.signals import NOTHING_LOST
-from drumline.errors import DrumlineError, EnvironmentFault, UserError
+from drumline.errors import DrumlineError, UserError
 from drumline.report.bars import OnProgress, bars
 from drumline.telemetry.events import Event, Fault, Measured, Step, read
 
@@ -112,7 +111,10 @@ def bench(config: Path, overrides: list[str], options: Options) -> int:
     shapes = [(nproc, nodes) for nodes in options.nodes or (None,) for nproc in options.nproc]
     cases = [Case(strategy, *shape) for strategy in options.strategies or ("",) for shape in shapes]
     spelling = {strategy: [spell(strategy)] if strategy else [] for strategy in options.strategies or ("",)}
-    folder = _folder(options.to or Path("runs") / f"{config.stem}-bench")
+    folder = options.to or Path("runs") / f"{config.stem}-bench"
+    if claim(folder, MARK, "bench"):
+        for old in folder.glob("*-round*"):
+            remove(old)
     least = min(case.world for case in cases)
     samples = resolve_batch(loaded.config, least).global_samples
     rows, code, loads = [Row(case) for case in cases], 0, list[float]()
@@ -127,23 +129,9 @@ def bench(config: Path, overrides: list[str], options: Options) -> int:
                 given = [*overrides, *spelling[row.case.strategy], *_short(loaded.config, row.case, total, options.steps)]
                 code = _measure(row, read_config, given, folder / f"{row.case.name}-round{number + 1}", on_progress)
             on_progress(f"round {number + 1}", len(rows), len(rows))
-    predictions = [_predict(config, overrides, cluster) for cluster in options.predict]
+    predictions = [_predict(config, overrides, cluster, samples / least if options.weak else 0) for cluster in options.predict]
     _show(config, rows, predictions, options, folder, loads, console)
     return NOTHING_LOST if code else int(not any(row.rounds for row in rows))
-
-
-def _folder(folder: Path) -> Path:
-    """Raises EnvironmentFault for one that holds something else, or cannot be made. Runs of an earlier bench go."""
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / MARK).exists())):
-        raise EnvironmentFault("holds something that is not a bench", where=str(folder), fix="name another folder with --to")
-    try:
-        for old in folder.glob("*-round*"):
-            remove(old)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / MARK, "{}\n")
-    except OSError as error:
-        raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(folder), fix="name another with --to") from None
-    return folder
 
 
 def _short(config: Config, case: Case, samples: int, steps: int) -> list[str]:
@@ -230,12 +218,17 @@ class Prediction:
     reason: str = ""
 
 
-def _predict(config: Path, overrides: list[str], cluster: str) -> Prediction:
+def _predict(config: Path, overrides: list[str], cluster: str, grows: float) -> Prediction:
+    """`grows`: samples of the global batch for each device, under weak scaling."""
     from drumline.planner.public import plan
 
+    given = [*overrides, "strategy=auto", "launch=local"]  # what is set for this machine would bind the planner
     try:
-        # What is set for this machine would bind the planner; the best plan there is what one asks for.
-        best = plan(config, [*overrides, "strategy=auto", "launch=local"], cluster=cluster).best
+        found = plan(config, given, cluster=cluster)
+        if grows:
+            batch = f"batch={{global_samples: {round(grows * found.answer.question.cluster.world_size)}}}"
+            found = plan(config, [*given, batch], cluster=cluster)
+        best = found.best
     except DrumlineError as error:
         return Prediction(cluster, reason=error.line())
     layout, estimate = best.candidate.layout, best.candidate.estimate
@@ -313,7 +306,7 @@ def _show(
     tables = [("", _table(rows, bool(options.nodes)))]
     lines = [f"{row.strategy or row.case.strategy or 'config'} on {row.case.world}: {row.reason}" for row in rows if row.reason]
     lines.append(
-        f"Medians of {options.rounds} rounds of {options.steps} steps, each case once a round (least–most); speed-up and efficiency against"
+        f"Medians over rounds ({options.rounds}) of {options.steps} steps, each case once a round (least–most); speed-up and eff. against"
         " the same strategy on the fewest processes, round by round; comm.: share of a step that ranks wait for one another; predicted:"
         f" samples/s, the range that the planner gives. Load before each round: {', '.join(f'{each:.1f}' for each in loads)}."
     )
@@ -321,14 +314,7 @@ def _show(
         tables.append(("Predicted, not measured", _predicted_table(predictions)))
         lines.append("Predicted: the planner's best plan for each cluster; nine of ten runs that it had not seen lay within its range.")
     for head, table_rows in tables:
-        table = Table(
-            title=head or title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-        )
-        for index, name in enumerate(table_rows[0]):
-            table.add_column(name, justify="left" if index == 0 or name == "best plan" else "right", overflow="fold")
-        for row in table_rows[1:]:
-            table.add_row(*row)
-        console.print(table, markup=False)
+        pages.show(console, head or title, table_rows, ("strategy", "cluster", "best plan"))
     for line in lines:
         console.print(line, markup=False)
     as_json = {

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from drumline.bench import pages
 from drumline.bench.axes import SEED, Axis, Point, axes_of, check, folder_name, overrides_of, points, short_names
 from drumline.bench.optuna_study import Study
-from drumline.bench.pages import write_pages
+from drumline.bench.pages import claim, write_pages
 from drumline.bench.trials import Outcome, Trial, Trials, outcome
 from drumline.core.config import Config
 from drumline.core.files import write_whole
@@ -24,7 +23,7 @@ from drumline.core.load import Loaded, refused
 from drumline.core.run import EvalConfig
 from drumline.core.signals import NOTHING_LOST
 from drumline.errors import ConfigError, EnvironmentFault, UserError
-from drumline.foreign import read_object
+from drumline.foreign import judged, read_object
 from drumline.hardware.detect import detect
 
 STATE = "sweep.json"
@@ -74,21 +73,15 @@ class Sweep:
 
     def claim(self) -> None:
         """Make the folder. Raises EnvironmentFault for one that holds something else, ConfigError for a sweep of another config."""
-        state, mine = self.folder / STATE, self.loaded.config.model_dump(mode="json")
-        if state.exists():
-            old = Config.model_validate(read_object(state, EnvironmentFault, "name another folder with --to").get("config"))
+        state = self.folder / STATE
+        if claim(self.folder, STATE, "sweep") and (known := read_object(state, EnvironmentFault, "name another folder with --to")):
+            with judged("is not of this version", str(state), ConfigError, "name another folder with --to"):
+                old = Config.model_validate(known.get("config"))
             changes, keys = refused(old, self.loaded.config, ())
             if keys:
-                what = f"the sweep there is of another config: {changes}"
-                raise ConfigError(what, where=str(self.folder), fix="name another folder with --to")
-            return
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-            raise EnvironmentFault("holds something that is not a sweep", where=str(self.folder), fix="name another folder with --to")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(state, json.dumps({"config": mine}), private=True)
-        except OSError as error:
-            raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(self.folder), fix="name another with --to") from None
+                fix = "name another folder with --to"
+                raise ConfigError(f"the sweep there is of another config: {changes}", where=str(self.folder), fix=fix)
+        write_whole(state, json.dumps({"config": self.loaded.config.model_dump(mode="json")}), private=True)
 
 
 def sweep(config: Path, given: list[str], options: Options) -> int:
@@ -204,12 +197,7 @@ def show(made: Sweep, outcomes: Sequence[Outcome], console: Console) -> None:
     groups = groups_of(outcomes, options.mode)
     rows = rows_of(made, groups)
     title = f"{options.metric} ({'lower' if options.mode == 'min' else 'higher'} is better), {made.config.name}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for index, name in enumerate(rows[0]):
-        table.add_column(name, justify="left" if 0 < index <= len(made.searched) else "right", overflow="fold")
-    for row in rows[1:]:
-        table.add_row(*row)
-    console.print(table, markup=False)
+    pages.show(console, title, rows, [made.names[axis.key] for axis in made.searched])
     failed = [
         f"{each.trial.folder.name}: {each.reason or each.state}" for each in outcomes if each.value is None and each.state != "not started"
     ]

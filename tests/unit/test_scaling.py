@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from drumline.bench.pages import markdown
-from drumline.bench.scaling import WARM, Case, Options, Prediction, Round, Row, _base, _folder, _round, _show, bench
+from drumline.bench.pages import claim, markdown
+from drumline.bench.scaling import WARM, Case, Options, Prediction, Round, Row, _base, _round, _show, bench
 from drumline.errors import UserError
 from drumline.telemetry.events import Measured, Step
 from tests.harness import write_config
@@ -68,4 +68,4 @@ def test_what_is_wrong_is_a_line(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "x").write_text("mine")
     with pytest.raises(UserError, match="not a bench"):
-        _folder(tmp_path / "mine")
+        claim(tmp_path / "mine", "bench.json", "bench")
