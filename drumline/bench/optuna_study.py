@@ -27,8 +27,6 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.optuna, self.axes, self.number = optuna, axes, number
         self.numbers: dict[Point, list[int]] = {}  # point → the numbers of its trials in the study, which may choose it twice
-        if not axes:
-            raise ConfigError("there is nothing to search but seeds", where="--optuna", fix="give another key with values or a range")
         with judged("the study there cannot be read", str(folder / FILE), ConfigError, "name another folder with --to"):
             self.study = optuna.create_study(
                 study_name="sweep",

@@ -50,7 +50,8 @@ class Sweep:
             raise UserError("--random and --optuna cannot be combined", where="drumline sweep", fix="give one of them")
         axes = axes_of(given)
         self.options, self.config = options, config
-        self.common = [f"{axis.key}={axis.values[0]}" for axis in axes if len(axis.values) == 1]
+        job = ["launch.kind=slurm", "launch.detach=true"] * options.slurm
+        self.common = [*job, *(f"{axis.key}={axis.values[0]}" for axis in axes if len(axis.values) == 1)]
         self.axes = tuple(axis for axis in axes if len(axis.values) != 1)
         self.loaded: Loaded = check(str(config), self.common, self.axes)
         if not self.axes:
@@ -59,6 +60,8 @@ class Sweep:
         if seeds is not None and not seeds.values:
             raise UserError("run.seed has a range", where="drumline sweep", fix="write seeds out: run.seed=0,1,2")
         self.searched = tuple(axis for axis in self.axes if axis is not seeds)
+        if not self.searched and (options.random or options.optuna):
+            raise UserError("there is nothing to draw but seeds", where="drumline sweep", fix="give another key with values or a range")
         self.seeds: tuple[Point, ...] = tuple(((SEED, value),) for value in seeds.values) if seeds else ((),)
         self.names = short_names(self.axes)
         self.folder = options.to or Path("runs") / f"{config.stem}-sweep"

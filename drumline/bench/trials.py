@@ -97,8 +97,7 @@ class Trials:
             began = False
         log = log_of(trial)
         log.parent.mkdir(parents=True, exist_ok=True)
-        where = ["launch.kind=slurm", "launch.detach=true"] * self.slurm
-        arguments = [str(self.config), *self.common, *overrides_of(trial.point), *where, f"run.dir={trial.folder}", *["--resume"] * began]
+        arguments = [str(self.config), *self.common, *overrides_of(trial.point), f"run.dir={trial.folder}", *["--resume"] * began]
         env = {**os.environ, "NO_COLOR": "1"}
         if self.gpus:
             visible = env["CUDA_VISIBLE_DEVICES"].split(",") if env.get("CUDA_VISIBLE_DEVICES") else [str(n) for n in range(self.gpus)]

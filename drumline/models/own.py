@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_model
 from torch import nn
 
@@ -50,9 +51,12 @@ def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
 
 
 def export_weights(plan: Plan, which: str) -> Path:
-    """The module's state dict as RUN/export/model.safetensors, of the best or the last checkpoint."""
+    """The module's state dict as RUN/export/model.safetensors, of the best or the last checkpoint; its floats in
+    `checkpoint.export_dtype`, where that is not auto."""
     folder = Path(plan.run_dir) / "export"
     module, _ = read_module(plan, folder.parent, which)
+    if (dtype := plan.config.checkpoint.export_dtype) != "auto":
+        module.to({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
     folder.mkdir(exist_ok=True)
     save_model(module, str(folder / "model.safetensors"))
     return folder

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import drumline
 from drumline.core.load import load_values
-from drumline.core.plan import DataIdentity
+from drumline.core.plan import DataIdentity, Plan
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples
 from drumline.errors import DrumlineError
+from drumline.models.own import export_weights
 from drumline.train.setup import Request, claim_run_dir, make_plan, resume_from
 from tests.distributed.ranks import run_plans
 from tests.harness import drumline as drumline_command
@@ -143,7 +146,6 @@ def same(runs: Path, name: str) -> None:
 
 def test_the_loss_is_the_one_of_plain_torch(runs: Path) -> None:
     """The first step's, of the weights that the run began with: the sum over the batch by its weight."""
-    from drumline.core.plan import Plan
     from drumline.data.stream import GlobalOrder
     from drumline.dist.seeds import derive
     from drumline.models.own import own_build
@@ -165,10 +167,8 @@ def test_the_loss_is_the_one_of_plain_torch(runs: Path) -> None:
 
 
 def test_goes_on_and_is_exported(runs: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
 
     from drumline.core.plan import Plan
-    from drumline.models.own import export_weights
 
     done = Plan.load(runs / "vit" / "alone" / "plan.json")
     written = load_file(export_weights(done, "last") / "model.safetensors")
@@ -183,6 +183,11 @@ def test_goes_on_and_is_exported(runs: Path, tmp_path: Path) -> None:
 
     with pytest.raises(DrumlineError, match="no Hugging Face model"):
         export(runs / "vit" / "alone", tmp_path / "out", "last")
+    copied = shutil.copytree(runs / "vit" / "alone", tmp_path / "copied")
+    plan = Plan.load(copied / "plan.json")
+    half = plan.config.model_copy(update={"checkpoint": plan.config.checkpoint.model_copy(update={"export_dtype": "bf16"})})
+    kept = load_file(export_weights(plan.model_copy(update={"config": half, "run_dir": str(copied)}), "last") / "model.safetensors")
+    assert {value.dtype for value in kept.values() if value.is_floating_point()} == {torch.bfloat16}
 
 
 def test_verified(tmp_path: Path) -> None:
