@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 OnProgress = Callable[[str, int, int | None], None]
 
@@ -36,9 +37,17 @@ def bars(console: Console) -> Iterator[OnProgress]:
 
         yield line
         return
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=False
-    ) as progress:
+    # What is long gives way: at a width of 80 the phase is cut, and numbers and times are whole.
+    phase = TextColumn("{task.description}", table_column=Column(ratio=2, no_wrap=True, overflow="ellipsis"))
+    columns = (
+        phase,
+        BarColumn(None, table_column=Column(ratio=1)),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, expand=True) as progress:
         tasks: dict[str, int] = {}
 
         def bar(phase: str, done: int, total: int | None) -> None:

@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from drumline.report.waiting import Waits, duration
 from drumline.telemetry import events, watched
 
 REFRESH_PER_SECOND = 4
@@ -42,13 +43,6 @@ def trend(values: list[float]) -> str:
     return "→" if abs(after - before) <= 0.01 * abs(before) else "↓" if after < before else "↑"
 
 
-def duration(seconds: float) -> str:
-    """1:02:03 or 2:03."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
 def size(bytes_: float) -> str:
     """Bytes in MiB below one GiB, in GiB from there on."""
     return f"{bytes_ / 2**30:.2f} GiB" if bytes_ >= 2**30 else f"{bytes_ / 2**20:.1f} MiB"
@@ -57,9 +51,9 @@ def size(bytes_: float) -> str:
 class Progress:
     """A consumer of events; use it as a context manager. `on_event` may be called from another thread."""
 
-    def __init__(self, console: Console, past: Iterable[events.Event] = ()) -> None:
+    def __init__(self, console: Console, past: Iterable[events.Event] = (), waits: Waits | None = None) -> None:
         """`past`: events of the run before this process, so that a resumed run knows its first evaluation."""
-        self.console = console
+        self.console, self.waits = console, waits or Waits()
         self.start: events.RunStart | None = None
         self.step: events.Step | None = None
         self.save: events.Save | None = None
@@ -85,12 +79,14 @@ class Progress:
     def __exit__(self, *arguments: Any) -> None:
         if self.live is not None:
             self.live.__exit__(*arguments)
+        self.waits.keep()
         if self.end and self.end.status == "finished":
             for line in self.summary():
                 self._print(line)
 
     def on_event(self, event: events.Event) -> None:
         """Show an event; those without a handler are not for the display."""
+        self.waits.note(event)
         getattr(self, f"_on_{event.kind}", lambda _: None)(event)
 
     def _print(self, line: str, style: str = "") -> None:
@@ -308,6 +304,9 @@ class Progress:
         if self.fault:
             then = "starting again …" if self.fault.action == "restart" else self.fault.action
             return Text(f"rank {self.fault.rank}: {self.fault.error} after step {self.fault.step} — {then}", style="bold red")
+        late = self.step is not None and time.time() - self.step.t > 1 + 3 * _mean([*self.recent] or [0.0])
+        if (not self.step or step == steps or late) and not self.end and (line := self.waits.line()) is not None:
+            return Text(line, style="dim")
         if not self.step:
             return Text("loading the model; the first step comes next", style="dim")
         if step == steps and not self.end:

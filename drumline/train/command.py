@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from drumline.core.plan import Plan
 from drumline.core.process import uncollected
 from drumline.core.resolve import default_processes
 from drumline.errors import UserError
-from drumline.hardware.detect import likely_gpus
+from drumline.hardware.detect import cache_dir, likely_gpus
 from drumline.launchers.environment import die_with_launchers, first_rank, launched_by
 from drumline.launchers.lease import Lease
 from drumline.launchers.stages import stages
@@ -28,6 +29,7 @@ from drumline.launchers.tasks import become, require_rendezvous, step_of_allocat
 from drumline.report.bars import aside, bars, notes
 from drumline.report.page import at_end
 from drumline.report.progress import Progress
+from drumline.report.waiting import Waits
 from drumline.telemetry.events import read
 
 
@@ -151,11 +153,16 @@ def launch_ranks(
             launcher.compare(plan, early)
             plan_path, start = claim_run_dir(plan, request)
         past = read(run_dir / "events.jsonl") if display else []
-        on_event = stack.enter_context(Progress(Console(), past)).on_event if display else lambda event: None
+        on_event = stack.enter_context(Progress(Console(), past, waits(run_dir))).on_event if display else lambda event: None
         code = launcher.start(plan, plan_path, start, on_event, Replanner(plan, plan_path), early)
     if not launcher.elsewhere:
         at_end(plan)
     return run_dir, code
+
+
+def waits(run_dir: Path) -> Waits:
+    """What the display knows between steps of a run on this machine."""
+    return Waits(partial(stages, run_dir), cache_dir() / "stages.json")
 
 
 def convert(old: Path, output: Path | None) -> None:

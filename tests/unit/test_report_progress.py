@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from drumline.report.progress import Progress, trend
+from drumline.report.waiting import Waits
 from drumline.telemetry.events import Event
 
 FIGURES: dict[str, Any] = {
@@ -158,3 +160,21 @@ def test_events_come_from_another_thread() -> None:
 def test_the_arrow_follows_the_mean() -> None:
     assert trend([1.0, 2.0]) == ""
     assert trend([5.0, 5.0, 4.0, 4.0]) == "↓" and trend([4.0, 4.0, 5.0, 5.0]) == "↑" and trend([1.0, 1.0, 1.001, 1.0]) == "→"
+
+
+def test_between_steps_it_says_what_ranks_do_and_how_long_that_took_the_last_time(tmp_path: Path) -> None:
+    ranks = [{"rank": 0, "phase": "startup", "seconds": 4.0}, {"rank": 1, "phase": "forward", "seconds": 9.0}]
+    start = {**START, "parameters": 3, "strategy": "ddp", "world_size": 2, "device": "cpu"}
+    memory = tmp_path / "cache" / "stages.json"
+    for left in ("no ETA", "ETA 0:06, as last time"):
+        with Progress(Console(file=io.StringIO(), width=80), waits=Waits(lambda: ranks, memory)) as progress:
+            see(progress, start)
+            assert f"loading the model · 0:04 · {left}" in picture(progress, 80)
+            see(progress, {"kind": "started", "seconds": {"imports and plan": 3.0, "processes": 1.0, "model": 9.0, "first step": 2.0}})
+    ranks[0]["seconds"] = 11.0
+    assert "loading the model · 0:11 · the last one took 0:10" in picture(progress, 80)
+    memory.write_text('{"torn": ')
+    assert (
+        Waits(lambda: [], memory).line() is None
+        and Waits(lambda: ranks, memory).line() == "loading the model · 0:11 · no ETA: it is the first of its kind"
+    )
