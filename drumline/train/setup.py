@@ -31,6 +31,7 @@ from drumline.models import load as models
 from drumline.models.attention import attend_by_documents
 from drumline.models.build import lay_out
 from drumline.models.classes import LM, with_classes
+from drumline.models.download import download
 from drumline.models.freeze import freeze, learning
 from drumline.models.head import require_next_token
 from drumline.models.own import find_builder, own_build
@@ -77,6 +78,10 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if not config.images_alone:
         models.check_fits(policy.hf_config, models.load_tokenizer(policy.path, config.model), config.data.max_length)
     roles = find_roles(config, policy, on_progress)
+    if not dry_run:
+        download(policy.path, config.model, on_progress)
+        for role in roles.values():
+            download(role.model_path, role.model, on_progress)
     vision = vision_of(config, policy.path, policy.hf_config)
     tokenizer_path = config.model.tokenizer or policy.path or ""
     if dry_run:

@@ -1,0 +1,47 @@
+"""A model of the hub on this disk before a rank asks for it: a bar counts its bytes, where ranks would each wait in silence."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from drumline.core.model import ModelConfig
+from drumline.models.files import OnProgress
+from drumline.models.load import from_hub
+
+FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+OTHERS = ("*/*", "consolidated*")  # what transformers does not read
+MIB = 2**20
+
+
+def download(path: str | None, model: ModelConfig, on_progress: OnProgress) -> None:
+    """Have the files of a hub id in the hub's cache; nothing for a folder. Raises ModelError."""
+    if path is None or Path(path).is_dir() or model.init != "pretrained":
+        return
+    from huggingface_hub import snapshot_download
+
+    bar = _bar(f"download {path}, MiB", on_progress)
+    options: dict[str, Any] = {"allow_patterns": [*FILES], "ignore_patterns": [*OTHERS], "revision": model.revision, "tqdm_class": bar}
+    from_hub(path, model, lambda: snapshot_download(path, **options))
+
+
+def _bar(phase: str, on_progress: OnProgress) -> Any:
+    """What the hub takes for its own bars; those that count bytes are reported."""
+    from tqdm import tqdm
+
+    most = 0
+
+    class Bar(tqdm):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **{**options, "file": io.StringIO()})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            nonlocal most
+            shown = super().update(n)
+            if self.unit == "B" and self.n > most:  # of what comes and what is written, whichever is further
+                most = self.n
+                on_progress(phase, int(most) // MIB, int(self.total or 0) // MIB or None)
+            return shown
+
+    return Bar
