@@ -11,7 +11,7 @@ from drumline.models.files import OnProgress
 from drumline.models.load import from_hub
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-OTHERS = ("*/*", "consolidated*")  # what transformers does not read
+LEFT_OUT = ("*/*", "consolidated*")  # what transformers does not read
 MIB = 2**20
 
 
@@ -22,7 +22,7 @@ def download(path: str | None, model: ModelConfig, on_progress: OnProgress) -> N
     from huggingface_hub import snapshot_download
 
     bar = _bar(f"download {path}, MiB", on_progress)
-    options: dict[str, Any] = {"allow_patterns": [*FILES], "ignore_patterns": [*OTHERS], "revision": model.revision, "tqdm_class": bar}
+    options: dict[str, Any] = {"allow_patterns": [*FILES], "ignore_patterns": [*LEFT_OUT], "revision": model.revision, "tqdm_class": bar}
     from_hub(path, model, lambda: snapshot_download(path, **options))
 
 
