@@ -28,7 +28,7 @@ def download(path: str | None, model: ModelConfig, on_progress: OnProgress) -> N
 
 def _bar(phase: str, on_progress: OnProgress) -> Any:
     """What the hub takes for its own bars; those that count bytes are reported."""
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     most = 0
 
