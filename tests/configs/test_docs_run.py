@@ -44,6 +44,8 @@ NOT_HERE = {
     "drumline push runs/mine --to me/my-model --private": "sends; tests/unit/test_push.py has a hub",
     "drumline push runs/mine --to me/my-adapter": "the same",
     "drumline export runs/mine --to my-adapter": "that run has no adapter; tests/unit/test_adapters.py",
+    "drumline watch": "serves until it is stopped; tests/unit/test_watch.py",
+    "drumline train mine.yaml --watch": "the same",
     "drumline doctor --bandwidth": "measures for minutes; tests/unit/test_doctor.py",
 }
 # Pages whose commands need hosts, a cluster or a store; the tests that run them are named in tests/unit/test_launcher_pages.py.
@@ -101,11 +103,12 @@ def test_commands_of_a_page(folder: Path, page: str) -> None:
         line = line.replace("RUN", "runs/mine").replace("CONFIG.yaml", "mine.yaml").replace("--rank 3", "--rank 1")
         words = shlex.split(line)
         stem = next((Path(word).stem for word in words if word.endswith(".yaml") and Path(word).stem in NAMES), "mine")
-        for new in ("my-model", "new.yaml", "drumline.yaml"):
+        for new in ("my-model", "new.yaml", "both.html"):
             shutil.rmtree(folder / new, ignore_errors=True) if (folder / new).is_dir() else (folder / new).unlink(missing_ok=True)
         shutil.rmtree(folder / "runs", ignore_errors=True)
-        if words[1] != "train" or "--resume" in words:
-            shutil.copytree(folder / "kept", folder / "runs" / "mine")
+        runs = [Path(word).name.replace("*", "0") for word in words if word.startswith("runs/")]
+        for name in dict.fromkeys(["mine", *runs] if words[1] != "train" or "--resume" in words else []):
+            shutil.copytree(folder / "kept", folder / "runs" / name)
         if "--resume" in words:
             if stem != "mine":
                 run(folder, f"drumline train {stem}.yaml")
