@@ -33,7 +33,9 @@ def serve(run: Path, host: str, port: int, trust: bool) -> int:
     listen(port, host, "--port").close()
     vllm = importlib.util.find_spec("vllm") is not None
     if not vllm and None in map(importlib.util.find_spec, ("fastapi", "uvicorn", "openai")):
-        raise EnvironmentFault("no server is installed", where="drumline serve", fix="pip install vllm, or pip install 'drumline[serve]'")
+        raise EnvironmentFault(
+            "no server is installed", where="drumline serve", fix="pip install vllm, or: fastapi uvicorn openai accelerate"
+        )
     with bars(Console(stderr=True)) as on_progress:
         folder = str(exported(run, False, on_progress, trust).absolute())
     module = "vllm.entrypoints.cli.main" if vllm else "transformers.cli.transformers"
