@@ -106,8 +106,8 @@ class AlgorithmSpec(Spec):
         needs, ConfigError for settings that mean nothing to it."""
         raise NotImplementedError
 
-    def classes(self, train: Any, held_out: Any) -> tuple[str, ...]:
-        """The classes of the samples in two token caches, in order; none where samples have no class."""
+    def classes(self, train: Any, held_out: list[Any]) -> tuple[str, ...]:
+        """The classes of the samples in the token caches, in order; none where they have no class. `held_out`: of each evaluation set."""
         return ()
 
     def collator(self, plan: Plan, width: int | None) -> Callable[[Any], Callable[..., Any]]:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -90,6 +91,9 @@ class SourceSpec(Spec):
     )
     limit: Steps | None = Field(None, description="Take at most this many rows.")
     domain: str | None = Field(None, description="ppo, grpo: name of these prompts in the metrics; null: the task's or file's name.")
+    set: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = Field(
+        None, description="data.eval: the evaluation set that these rows belong to; what is measured on it is then also NAME/loss."
+    )
 
     @property
     def label(self) -> str:
@@ -217,12 +221,32 @@ DATA_ALONE = Short(
 )
 
 
+def _by_set(value: Any, base_dir: Path | None = None) -> Any:
+    """Sources as a list. Of {NAME: sources} each has the name of its evaluation set; a section that is one source has one of its keys."""
+    if not isinstance(value, Mapping) or value.keys() & {"kind", "path", "id", "query", "tasks"}:
+        return _ONE.long(value)
+    found = list[Any]()
+    for name, sources in value.items():
+        sources = _ONE.long(sources)
+        if not isinstance(sources, list) or not sources:
+            raise ValueError(f"{name} has no sources: write a path, a list, or sets by name: {{easy: easy.jsonl, hard: [a.jsonl, b.jsonl]}}")
+        full = [SourceSpec.long(each, base_dir) for each in sources]
+        found += [{**each, "set": name} if isinstance(each, Mapping) else each for each in full]
+    return found
+
+
+SETS = Short(_by_set, {"type": ["string", "object"]})
+RESERVED = ("reward", "tasks")  # metrics have these before a slash
+
+
 def in_full(data: Any, base_dir: Path) -> Any:
     """The section `data` of a YAML with its sources in full, so that overrides find their keys."""
     data = DATA_ALONE.long(data)
     if not isinstance(data, dict):
         return data
     found = {key: _ONE.long(data[key]) for key in ("train", "eval") if key in data}
+    with suppress(ValueError):  # the check of the section says it
+        found |= {"eval": _by_set(data["eval"], base_dir)} if "eval" in data else {}
     return {
         **data,
         **{key: [SourceSpec.long(each, base_dir) for each in value] if isinstance(value, list) else value for key, value in found.items()},
@@ -231,7 +255,9 @@ def in_full(data: Any, base_dir: Path) -> Any:
 
 class DataConfig(Section):
     train: Sources = Field(min_length=1, description="Sources of training rows; they are concatenated. One may be a path alone.")
-    eval: Sources = Field(default_factory=list, description="Held-out rows.")
+    eval: Annotated[list[Source], SETS] = Field(
+        default_factory=list, description="Held-out rows: sources as for train, or evaluation sets by name: {easy: easy.jsonl, hard: [...]}."
+    )
     holdout: Amount = Field(0, description="Without `eval`: hold out this many training rows, chosen by a hash of their content.")
     max_length: int = Field(1024, gt=1, le=10**8, description="Maximum tokens of a training sequence or a pack.")
     truncation: Literal["error", "right", "left", "drop"] = Field(
@@ -255,3 +281,19 @@ class DataConfig(Section):
     prefetch: int = Field(2, ge=0, le=1000, description="Global batches that a thread collates in advance; 0: no thread.")
     verify: bool = Field(True, description="Verify the token cache's checksums at start, while the model is loading.")
     cache_dir: PathText | None = Field(None, description="Folder of the token cache; null: ~/.cache/drumline/data.")
+
+    @model_validator(mode="after")
+    def _sets_of_eval(self) -> DataConfig:
+        if any(source.set for source in self.train):
+            raise ValueError("`set` names an evaluation set: it is for sources of data.eval")
+        if taken := {source.set for source in self.eval} & {*RESERVED}:
+            raise ValueError(f"no evaluation set is called {taken.pop()}: metrics of another kind begin so")
+        return self
+
+    @property
+    def eval_sets(self) -> dict[str, list[Source]]:
+        """Name → sources of each evaluation set, in order; the name is empty for those without one."""
+        found: dict[str, list[Source]] = {}
+        for source in self.eval:
+            found.setdefault(source.set or "", []).append(source)
+        return found

@@ -195,11 +195,21 @@ def validated(draft: Draft, overrides: list[str], trusted: bool = True, base_dir
     except ValidationError as error:
         raise first_mistake(error, draft.where) from None
     check_numbers(values, config.model_dump(), draft.where)
-    metric, known = config.eval.metric, config.algorithm.metrics
-    if metric not in known and not (metric.startswith("reward/") and "reward" in known):
+    _check_metric(config, draft)
+    return config
+
+
+def _check_metric(config: Config, draft: Draft) -> None:
+    """Raises ConfigError where eval.metric is one that no evaluation has. Names of domains and tasks are known when they are read."""
+    sets, names = [name for name in config.data.eval_sets if name], config.algorithm.metrics
+    metric = config.eval.metric
+    of_set, _, rest = metric.partition("/")
+    inner = rest if of_set in sets else metric
+    of_task = metric.startswith("tasks/") and config.eval.tasks
+    if inner not in names and not (inner.startswith("reward/") and "reward" in names) and not of_task:
+        known = [*names, *(f"{name}/{each}" for name in sets for each in names), *["tasks/NAME/METRIC"] * bool(config.eval.tasks)]
         what = f"algorithm {config.algorithm.kind} measures no {metric!r}"
         raise ConfigError(what, where=draft.where(("eval", "metric")), fix=f"one of {', '.join(known)}")
-    return config
 
 
 def _without_trust(value: Any, granted: tuple[Place, ...], place: Place = ()) -> Any:
@@ -273,7 +283,7 @@ def to_yaml(config: Config) -> str:
 # What may change when a run goes on; everything else decides the numbers.
 FREE = (
     "strategy", "launch", "cluster", "checkpoint", "eval", "health", "memory", "compile",
-    "run.dir", "run.deterministic", "run.device", "run.log_every", "run.report_to", "run.callbacks",
+    "run.dir", "run.deterministic", "run.device", "run.log_every", "run.report_to", "run.tracker", "run.callbacks",
     "data.workers", "data.prefetch", "data.verify", "data.cache_dir", "algorithm.loss_chunk", "algorithm.reward_failure", "model.attention",
     "model.trust_remote_code",
 )  # fmt: skip

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from drumline.core.config import Config, MemoryConfig, NoAdapter
 from drumline.core.estimate import Estimate, Frozen
@@ -44,11 +44,20 @@ class DataIdentity(Frozen):
     code: str | None = Field(None, description="sha256 of the functions that give the rows, where such do.")
 
 
+def _by_name(value: Any) -> Any:
+    """Older plans have one evaluation set, or null."""
+    return {"": value} if isinstance(value, str) else {} if value is None else value
+
+
 class DataPlan(Frozen):
     """The prepared data: folders of the token cache (see data.prepare) and what they hold."""
 
     train_cache: str
-    eval_cache: str | None = None
+    eval_caches: Annotated[dict[str, str], BeforeValidator(_by_name)] = Field(
+        default_factory=dict,
+        validation_alias=AliasChoices("eval_caches", "eval_cache"),
+        description="By name of the set, or empty.",
+    )
     train_samples: int = 0
     train_tokens: int = 0
     train_learned: int | None = Field(None, description="Of these, the tokens in the loss; null in a plan of an older version.")

@@ -29,7 +29,10 @@ NO_PACKS = Refusal("packing × the model", "", "set data.packing: false for this
 
 def check_rules(case: Case) -> None:
     """Raises PlanError by the first rule that refuses: those for all strategies, then the strategy's own."""
-    common = (_mps, _images, _adapters, _model, _memory, _speed, _batch_norm, _tensor_parallel, _sequence_parallel, _context_parallel)
+    common = (
+        *(_mps, _images, _adapters, _model, _written, _memory, _speed, _batch_norm),
+        *(_tensor_parallel, _sequence_parallel, _context_parallel),
+    )
     for rules in (*common, _zero_bubble, _health, _expert_parallel, optimizer.refusals, case.strategy.refusals):
         for refusal in rules(case):
             raise refusal.error()
@@ -150,6 +153,28 @@ def _model(case: Case) -> Iterator[Refusal]:
             yield replace(NO_STAGES, reason=facts.uncut)
     if case.config.memory.activation_checkpointing != "none" and not facts.recomputes:
         yield replace(NO_RECOMPUTING, reason=f"{facts.name} has no activation checkpointing")
+
+
+def _written(case: Case) -> Iterator[Refusal]:
+    """eval.samples and eval.tasks."""
+    config, options = case.config, case.config.eval
+    if not options.generates:
+        return
+    key, rollout = f"eval.{'samples' if options.samples else 'tasks'}", config.algorithm.rollout
+    if config.plain or not config.algorithm.writes or config.head not in ("lm", "valued"):
+        yield Refusal(f"{key} × a model without text", "it gives numbers, not text", f"take {key} out", key)
+    if sees(case):
+        yield Refusal(f"{key} × images", "prompts are handed to the sampler as text alone", f"take {key} out", key)
+    if packed_bits(config) and not (case.strategy.whole_weights and plain(case.mesh)):
+        reason = "they are computed by a copy of a model that is cut, and packed weights are not handed out whole"
+        yield Refusal(f"QLoRA × {key} of a cut model", reason, f"use strategy=ddp, or take {key} out", key)
+    if options.samples and not config.data.eval and not config.data.holdout:
+        yield Refusal("eval.samples × no held-out rows", "prompts are held-out rows", "set data.eval or data.holdout", key)
+    if rollout is not None and options.max_new_tokens is not None:
+        reason = "samples are made as rollouts are"
+        yield Refusal("eval.max_new_tokens × rollouts", reason, "set algorithm.generator.max_new_tokens", "eval.max_new_tokens")
+    if rollout is not None and options.tasks and isinstance(rollout.generator, VLLMGenerator):
+        yield Refusal("eval.tasks × vLLM", "lm-eval gets a model in the ranks", "use generator=hf, or take eval.tasks out", "eval.tasks")
 
 
 def _memory(case: Case) -> Iterator[Refusal]:

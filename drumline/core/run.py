@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from drumline.core.heartbeat import LIMITS
 from drumline.core.registry import Named
-from drumline.core.section import MOST_RANKS, MOST_SEED, Count, PathText, Rate, Seconds, Section, Steps
+from drumline.core.section import MOST_RANKS, MOST_SEED, MOST_WEIGHT, Count, PathText, Rate, Seconds, Section, Steps
 from drumline.core.urls import LocalPath
+
+MOST_NEW = 64  # tokens of a sample, unless set
 
 
 class EvalConfig(Section):
@@ -18,6 +21,46 @@ class EvalConfig(Section):
     micro_batch: Count | None = Field(None, description="Samples per forward pass on each device; null: as in training.")
     metric: str = Field("loss", description="The metric that decides which checkpoint is best. Default of ppo and grpo: reward.")
     mode: Literal["min", "max"] = Field("min", description="Whether a lower or a higher metric is better. Default of ppo and grpo: max.")
+    samples: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="At each evaluation answer so many prompts greedily, the same ones each time: the first of each evaluation set, cut"
+        " before the answer. Where a strategy cuts the model, each rank keeps a whole copy of it for that.",
+    )
+    max_new_tokens: Count | None = Field(None, description="samples: an answer is cut after this many tokens; null: 64.")
+    patience: Count | None = Field(None, description="End the run after this many evaluations in a row without a better metric.")
+    min_delta: float = Field(0.0, ge=0, le=MOST_WEIGHT, description="patience: a metric is better by more than this.")
+    tasks: tuple[PathText, ...] = Field(
+        (), description="Tasks of lm-eval, by name or path of a YAML; their metrics are tasks/NAME/METRIC. Memory as for samples."
+    )
+    tasks_every: Steps | None = Field(
+        None, description="Score the tasks every N steps (a multiple of `every`), before the first and after the last; null: always."
+    )
+    tasks_limit: Count | None = Field(None, description="Questions of each task; null: all.")
+
+    @model_validator(mode="after")
+    def _at_evaluations(self) -> EvalConfig:
+        if self.patience is not None and self.every is None:
+            raise ValueError("patience counts evaluations: set every")
+        if self.patience is None and self.min_delta:
+            raise ValueError("min_delta is for patience: set both")
+        if self.max_new_tokens is not None and not self.samples:
+            raise ValueError("max_new_tokens is for samples: set both")
+        if not self.tasks and (self.tasks_every or self.tasks_limit):
+            raise ValueError("tasks_every and tasks_limit are for tasks: name some")
+        if self.tasks_every and (self.every is None or self.tasks_every % self.every):
+            raise ValueError("tasks are scored at evaluations: tasks_every must be a multiple of every")
+        return self
+
+    def of_metrics(self) -> EvalConfig:
+        """The same without samples and tasks."""
+        return self.model_copy(update={"samples": 0, "max_new_tokens": None, "tasks": (), "tasks_every": None, "tasks_limit": None})
+
+    @property
+    def generates(self) -> bool:
+        """Whether evaluation needs a model that is whole on each rank."""
+        return self.samples > 0 or bool(self.tasks)
 
 
 class HealthConfig(Section):
@@ -62,7 +105,23 @@ class HealthConfig(Section):
 
 
 # Of packages: functions `telemetry.trackers.Run` → `telemetry.trackers.Tracker`.
-Reporter = Annotated[PathText, Named("trackers", ("tensorboard", "wandb", "mlflow", "trackio"))]
+Reporter = Annotated[PathText, Named("trackers", ("tensorboard", "wandb", "mlflow", "trackio", "swanlab"))]
+# What all trackers take: a name is a folder or a part of an address somewhere.
+TrackerName = Annotated[str, Field(pattern=r"^[^/\\#?%:\x00-\x1f]+$", min_length=1, max_length=128)]
+
+
+class TrackerConfig(Section):
+    """What a run is called in all trackers of run.report_to. Keys for their servers come from the environment alone."""
+
+    project: TrackerName | None = Field(
+        None,
+        description="Project (MLflow: experiment); null: WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME or SWANLAB_PROJ_NAME, else drumline."
+        " TensorBoard has none.",
+    )
+    name: TrackerName | None = Field(None, description="Name of the run; null: that of the run folder.")
+    group: TrackerName | None = Field(None, description="Group of runs that belong together. MLflow: a tag, TensorBoard: in a text.")
+    tags: tuple[TrackerName, ...] = Field((), description="Tags. trackio: in its config, TensorBoard: in a text.")
+    notes: str | None = Field(None, max_length=10_000, description="What the run is for.")
 
 
 class ProfileConfig(Section):
@@ -90,3 +149,10 @@ class RunConfig(Section):
     profile: ProfileConfig | None = Field(None, description="Trace a few steps; null: none. Changes no number.")
     callbacks: tuple[PathText, ...] = Field((), description="Your classes called after each step, save and evaluation: file.py:Name.")
     report_to: tuple[Reporter, ...] = Field(("tensorboard",), description="Where metrics are written besides events.jsonl.")
+    tracker: TrackerConfig = Field(default_factory=TrackerConfig, description="Project, name, group, tags and notes in these.")
+
+    @model_validator(mode="after")
+    def _project_of_swanlab(self) -> RunConfig:
+        if "swanlab" in self.report_to and self.tracker.project and not re.fullmatch(r"[0-9A-Za-z_.+-]+", self.tracker.project):
+            raise ValueError("tracker.project: SwanLab's projects have ASCII letters, digits, and _ - + . alone")
+        return self

@@ -174,14 +174,14 @@ def label_of(row: Row, labels: list[str] | None) -> str:
     raise DataError(what, where=row.origin, fix="add it there, or leave labels out")
 
 
-def classes(train: TokenCache, held_out: TokenCache | None, labels: list[str] | None) -> tuple[str, ...]:
+def classes(train: TokenCache, held_out: Sequence[TokenCache], labels: list[str] | None) -> tuple[str, ...]:
     """The classes in order: `labels`, or those of the training samples, numbers by value and then names by the alphabet. Raises DataError
     if there is only one class, or a held-out sample has a class that no training sample has."""
     found = set(labels or (train.meta(sample)["label"] for sample in range(len(train))))
     if len(found) < 2:
         what = f"all {len(train)} training rows have one class, {min(found)!r}: there is nothing to tell apart"
         raise DataError(what, where="data.train")
-    for meta in map(held_out.meta, range(len(held_out))) if held_out else ():
+    for meta in (cache.meta(sample) for cache in held_out for sample in range(len(cache))):
         if meta["label"] not in found:
             what = f"label {meta['label']!r} is on no training row; those have {_few(sorted(found))}"
             raise DataError(what, where=meta["origin"], fix="add training rows of it, or take the row out")

@@ -59,7 +59,7 @@ def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: 
 
 def _source(source: Source, base_dir: Path) -> dict[str, Any]:
     """The settings of a source and its content, without the paths of its files."""
-    settings = source.model_dump(exclude={"path"})
+    settings = source.model_dump(exclude={"path", "set"})
     if isinstance(source, FileSource):
         return {**settings, "content": [(file.kind, file.content()) for file in locate(source, base_dir)]}
     if isinstance(source, HubSource):
@@ -75,7 +75,7 @@ def _source(source: Source, base_dir: Path) -> dict[str, Any]:
     if isinstance(source, DigitsSource):
         return {**settings, "content": str(cache_dir())}
     if not isinstance(source, SavedSource):
-        return {**source.model_dump(), "content": source.content(base_dir)}
+        return {**source.model_dump(exclude={"set"}), "content": source.content(base_dir)}
     folder = base_dir / Path(source.path).expanduser()
     if not folder.is_dir():
         raise DataError(f"no such folder: {folder}", where="data source", fix="paths are relative to the folder of the YAML")

@@ -41,6 +41,7 @@ class _Task:
     folder: Path
     holdout_folder: Path | None
     vision: Vision | None = None
+    eval_set: str | None = None  # the name of the evaluation set; None: rows to train on
 
     @property
     def folders(self) -> list[Path]:
@@ -95,29 +96,32 @@ def _tasks(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision |
         return root / cache_key(config, sources, role, tokenizer_path, base_dir, vision)
 
     tasks = [_Task(config, data.train, folder(data.train, "train"), folder(data.train, "holdout") if data.holdout else None, vision)]
-    if data.eval:
-        tasks.append(_Task(config, data.eval, folder(data.eval, "eval"), None, vision))
+    for name, sources in data.eval_sets.items():
+        tasks.append(_Task(config, sources, folder(sources, "eval"), None, vision, name))
     return tasks
 
 
 def _plan(tasks: list[_Task]) -> DataPlan:
     config, vision, train = tasks[0].config, tasks[0].vision, TokenCache.open(tasks[0].folder)
-    second = tasks[1].folder if len(tasks) > 1 else tasks[0].holdout_folder
-    held_out = TokenCache.open(second) if second else None
+    folders = {task.eval_set: task.folder for task in tasks if task.eval_set is not None}
+    if tasks[0].holdout_folder is not None:
+        folders = {"": tasks[0].holdout_folder}
+    held_out = {name: TokenCache.open(folder) for name, folder in folders.items()}
+    left = [line for name, cache in held_out.items() for line in left_out(f"eval.{name}".rstrip("."), cache.info)]
     return DataPlan(
         train_cache=str(train.folder),
-        eval_cache=str(held_out.folder) if held_out else None,
+        eval_caches={name: str(cache.folder) for name, cache in held_out.items()},
         train_samples=len(train),
         train_tokens=int(train.lengths.sum()),
         train_learned=int(train.learned.sum()),
-        eval_samples=len(held_out) if held_out else 0,
+        eval_samples=sum(map(len, held_out.values())),
         images=train.info.get("images", 0),
         image_tokens=train.info.get("patches", 0) // vision.merge**2 if vision else 0,
         samples_with_images=train.info.get("samples_with_images", 0),
-        labels=config.algorithm.classes(train, held_out),
+        labels=config.algorithm.classes(train, [*held_out.values()]),
         identity=identify(train),
-        formats=tuple(line for cache in (train, held_out) if cache for line in cache.info["formats"]),
-        left_out=tuple(left_out("train", train.info)) + tuple(left_out("eval", held_out.info) if config.data.eval and held_out else ()),
+        formats=tuple(line for cache in (train, *held_out.values()) for line in cache.info["formats"]),
+        left_out=tuple(left_out("train", train.info)) + tuple(left if config.data.eval else ()),
     )
 
 
@@ -131,7 +135,7 @@ def prompt_domains(data: DataPlan | None, sources: list[Source]) -> set[str]:
 
 def prompt_columns(data: DataPlan) -> set[str]:
     """The columns that every prompt has for the rewards."""
-    caches = [TokenCache.open(folder) for folder in (data.train_cache, data.eval_cache) if folder is not None]
+    caches = [TokenCache.open(folder) for folder in (data.train_cache, *data.eval_caches.values())]
     return set.intersection(*(set(cache.meta(sample)) for cache in caches for sample in range(len(cache))))
 
 

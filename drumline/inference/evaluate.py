@@ -10,12 +10,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich import box
 from rich.console import Console
@@ -30,6 +29,7 @@ from drumline.core.files import write_whole
 from drumline.core.load import Loaded, load
 from drumline.core.plan import Plan
 from drumline.core.rollouts import HFGenerator, TaskReward
+from drumline.data.answers import last_answer
 from drumline.data.cache import TokenCache
 from drumline.data.sources import read_rows
 from drumline.data.templates import Encoder
@@ -42,6 +42,7 @@ from drumline.report.bars import bars
 from drumline.rl.rewards import Item, Rewards
 from drumline.telemetry.events import Eval, Event
 from drumline.train.setup import EVAL_RESULTS, Request, make_plan
+from drumline.train.tasks import metrics_of
 
 # An evaluation is over or not: nothing is started again, and only the caller gets the result.
 ALONE = ["launch.max_restarts=0", "run.report_to=[]", "checkpoint.url=null", "checkpoint.replicas=0", "checkpoint.in_memory_every=null"]
@@ -106,8 +107,10 @@ def planned(config_path: Path, overrides: list[str], place: Path | None) -> tupl
     run_dir = run_folder(config_path, overrides)
     weights = find_weights(config_path, [*overrides, *ALONE], place, run_dir)
     with bars(Console(stderr=True)) as on_progress:
-        plan = make_plan(Request(weights.loaded), on_progress=on_progress)
-    if plan.data is None or plan.data.eval_cache is None:
+        config = weights.loaded.config
+        config = config.model_copy(update={"eval": config.eval.of_metrics()})
+        plan = make_plan(Request(replace(weights.loaded, config=config)), on_progress=on_progress)
+    if plan.data is None or not plan.data.eval_caches:
         raise ConfigError("there is no held-out set", where="data", fix="set data.eval, or data.holdout: a number of rows")
     return plan, weights, run_dir
 
@@ -218,22 +221,19 @@ def answers(config_path: Path, overrides: list[str], place: Path | None, number:
 def _questions(plan: Plan, model: Model, base_dir: Path) -> Iterator[Question]:
     """Tasks with what their verifiers need, where all of data.eval is tasks; else the last answer of each held-out row."""
     config, data = plan.config, plan.data
-    assert data is not None and data.eval_cache is not None, "`planned` requires a held-out set"
+    assert data is not None, "`planned` requires a held-out set"
     if config.data.eval and all(isinstance(source, TasksSource) for source in config.data.eval):
         encoder = Encoder(model.tokenizer, everything=False, data=config.data)
         for source in config.data.eval:
             for row in read_rows(source, base_dir, PROMPT_FORMS):
                 yield Question(encoder.prompt(row)[1], str(row.extra["answer"]), row.extra)
         return
-    cache = TokenCache.open(data.eval_cache)
-    for sample in range(len(cache)):
-        for tokens, learn in cache.segments(sample):
-            stop = int(np.flatnonzero(learn)[-1]) + 1 if learn.any() else 0
-            silent = np.flatnonzero(learn[:stop] == 0)
-            start = int(silent[-1]) + 1 if len(silent) else 0
-            if start:
-                answer = model.tokenizer.decode(tokens[start:stop].tolist(), skip_special_tokens=True)
-                yield Question(tokens[:start].tolist(), answer)
+    caches = map(TokenCache.open, data.eval_caches.values())
+    for tokens, learn in (segment for cache in caches for sample in range(len(cache)) for segment in cache.segments(sample)):
+        start, stop = last_answer(learn)
+        if start:
+            answer = model.tokenizer.decode(tokens[start:stop].tolist(), skip_special_tokens=True)
+            yield Question(tokens[:start].tolist(), answer)
 
 
 def harness(
@@ -270,8 +270,7 @@ def model_of(source: Path, trust: bool = False) -> dict[str, Any]:
 
 
 def _evaluate(model: dict[str, Any], tasks: list[str], limit: int | None, include_path: Path | None) -> dict[str, dict[str, float]]:
-    """Task → metric → value, as the harness aggregates them; `metric_stderr` beside each. A metric is `NAME`, or `NAME FILTER` where the
-    answers were filtered."""
+    """As `metrics_of` gives them."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -287,11 +286,4 @@ def _evaluate(model: dict[str, Any], tasks: list[str], limit: int | None, includ
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise EnvironmentFault(f"lm-eval failed: {type(error).__name__}: {lines[0][:300]}", where="--lm-eval " + ",".join(tasks)) from error
     assert found is not None, "this process is the first rank"
-    return {
-        task: {
-            name.replace(",none", "").replace(",", " "): float(value)
-            for name, value in metrics.items()
-            if "," in name and isinstance(value, float | int)
-        }
-        for task, metrics in found["results"].items()
-    }
+    return metrics_of(found["results"])

@@ -25,6 +25,7 @@ PLAIN_STEP_LINES = 20
 MEAN_STEPS = 6
 SPARKS = "▁▂▃▄▅▆▇█"
 WIDEST = 100
+SAMPLES_SHOWN = 2
 
 
 def spark(values: list[float]) -> str:
@@ -123,6 +124,11 @@ class Progress:
     def _on_eval(self, event: events.Eval) -> None:
         self.evals.append(event)
         self._print(f"held out, step {event.step}: {_metrics(event)}  ({event.samples} samples)", "cyan")
+
+    def _on_samples(self, event: watched.Samples) -> None:
+        for sample in event.samples[:SAMPLES_SHOWN]:
+            prompt, text = (_shown(str(sample[part])) for part in ("prompt", "text"))
+            self._print(f"sample, step {event.step}: …{prompt[-40:]} → {text[:100]}", "dim")
 
     def _on_rollout(self, event: events.Rollout) -> None:
         domains = [f"{key.removeprefix('reward/')} {_number(value)}" for key, value in event.metrics.items() if key.startswith("reward/")]
@@ -243,6 +249,10 @@ class Progress:
             before, after = self.evals[0], self.evals[-1]
             both = [(name, before.metrics[name], value) for name, value in after.metrics.items() if name in before.metrics]
             lines += [f"  held-out {name:<15} {_number(one, '.4f')} → {_number(other, '.4f')}" for name, one, other in both]
+        if self.end.why:
+            lines.append(f"  ended early: {self.end.why}")
+        if isinstance(self.end.kwh, float):
+            lines.append(f"  energy  {self.end.kwh:.3g} kWh of {'this start' if self.restarts else 'the run'}")
         if self.sent:
             lines.append(f"  sent    {size(_mean(self.sent))} a rank and step, mean of {len(self.sent)} steps")
         if self.profile:
@@ -333,6 +343,11 @@ class Progress:
 def _mean(values: list[float]) -> float:
     """The mean: single steps jump with their few samples, a mean shows the trend."""
     return math.fsum(values) / len(values)
+
+
+def _shown(text: str) -> str:
+    """In one line, without what a terminal takes for a command."""
+    return "".join(letter if letter.isprintable() else "�" for letter in " ".join(text.split()))
 
 
 def _metrics(event: events.Eval) -> str:

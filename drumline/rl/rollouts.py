@@ -159,7 +159,7 @@ class Rollouts:
     plan: Plan
     algorithm: RolloutSpec
     prompts: TokenCache
-    held_out: TokenCache | None
+    held_out: Mapping[str, TokenCache]  # by name of the evaluation set
     curriculum: Curriculum
     kl: KLController
     sample: Callable[[list[Request], int, bool], list[Completion]]  # (requests, step, greedy), collective
@@ -288,13 +288,15 @@ class Rollouts:
             self.kl.update(metrics["kl"], len(episodes))
         return episodes, metrics
 
-    def evaluate(self, step: int) -> tuple[dict[str, float], int] | None:
-        """Greedy completions of all held-out prompts: mean reward, of each domain too, and how many prompts; None where there are none."""
-        if self.held_out is None:
-            return None
-        ids = list(range(len(self.held_out)))
-        sampled = self._score(self.held_out, ids, self._complete(self.held_out, ids, [(prompt, 0) for prompt in ids], step, greedy=True))
-        return {"reward": _mean(sampled.rewards), **_means(sampled), **_lengths(sampled)}, len(ids)
+    def evaluate(self, step: int) -> tuple[dict[str, float], int]:
+        """Greedy completions of all held-out prompts: mean reward, of each domain and evaluation set too, and how many prompts."""
+        samples, by_set = list[Sample](), dict[str, float]()
+        for name, cache in self.held_out.items():
+            ids = list(range(len(cache)))
+            sampled = self._score(cache, ids, self._complete(cache, ids, [(prompt, 0) for prompt in ids], step, greedy=True)).samples
+            samples += sampled
+            by_set |= {f"{name}/{key}": value for key, value in _answered(sampled).items()} if name else {}
+        return (_answered(samples) | by_set if samples else {}), len(samples)
 
     def close(self) -> None:
         """End the processes that compute rewards."""
@@ -322,9 +324,9 @@ class Rollouts:
             rewards=sampled.parts,
             shares={domain: count / len(sampled.samples) for domain, count in sorted(drawn_of.items())},
             failures=sampled.failures,
-            **_lengths(sampled),
+            **_lengths(sampled.samples),
             **{f"{kind}_s": self.seconds.get(kind, 0.0) for kind in ("generate", "reward", "infer", "train")},
-            metrics=_means(sampled) | metrics,
+            metrics=_means(sampled.samples) | metrics,
         )
         self.emit(made)
         self.emit(Completions(step=step, completions=[self._shown(sample) for sample in sampled.samples[:SHOWN]]))
@@ -356,14 +358,18 @@ def _mean(values: list[float]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def _means(sampled: Sampled) -> dict[str, float]:
+def _answered(samples: list[Sample]) -> dict[str, float]:
+    return {"reward": _mean([sample.reward for sample in samples]), **_means(samples), **_lengths(samples)}
+
+
+def _means(samples: list[Sample]) -> dict[str, float]:
     """reward/DOMAIN → mean reward."""
-    domains = sorted({sample.domain for sample in sampled.samples})
-    return {f"reward/{domain}": _mean([s.reward for s in sampled.samples if s.domain == domain]) for domain in domains}
+    domains = sorted({sample.domain for sample in samples})
+    return {f"reward/{domain}": _mean([s.reward for s in samples if s.domain == domain]) for domain in domains}
 
 
-def _lengths(sampled: Sampled) -> dict[str, float]:
-    completions = [sample.episode[1] for sample in sampled.samples]
+def _lengths(samples: list[Sample]) -> dict[str, float]:
+    completions = [sample.episode[1] for sample in samples]
     sizes = [len(completion.tokens) for completion in completions]
     return {
         "length": sum(sizes) / len(sizes),

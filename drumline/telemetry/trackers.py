@@ -1,4 +1,5 @@
-"""Trackers that repeat the run's metrics: TensorBoard, W&B, MLflow, trackio, each through its own library. events.jsonl stays the truth.
+"""Trackers that repeat the run's metrics and samples: TensorBoard, W&B, MLflow, trackio, SwanLab, each through its own library.
+events.jsonl stays the truth.
 And callbacks of the user's own, `run.callbacks`: classes whose methods get the events of a run, and cannot change a number of it.
 
 A run that is started again goes on in the same run of each tracker: RUN/trackers.json remembers which.
@@ -8,9 +9,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,23 +20,27 @@ from typing import Any
 from drumline.core.files import write_whole
 from drumline.core.redact import plain, redact
 from drumline.core.registry import find_function, find_object
+from drumline.core.run import TrackerConfig
 from drumline.errors import ConfigError, EnvironmentFault
 from drumline.foreign import first_line
 from drumline.telemetry.events import Eval, Event, Restore, Rollout, Save, Step
+from drumline.telemetry.watched import Devices, Samples
 
 # Events that have metrics → the group that they are shown in.
-GROUPS: dict[type[Event], str] = {Step: "train", Eval: "eval", Save: "save", Rollout: "rollout"}
+GROUPS: dict[type[Event], str] = {Step: "train", Eval: "eval", Save: "save", Rollout: "rollout", Devices: "device"}
 # run.report_to → its library, how to install it, and what to check when it does not start.
 LIBRARIES = {
     "tensorboard": ("tensorboard", "pip install tensorboard", "see whether RUN/tensorboard can be written"),
     "wandb": ("wandb", "pip install wandb", "run `wandb login`, set WANDB_MODE=offline"),
     "mlflow": ("mlflow", "pip install mlflow-skinny sqlalchemy alembic", "see where MLFLOW_TRACKING_URI points"),
     "trackio": ("trackio", "pip install trackio", "see whether TRACKIO_DIR can be written"),
+    "swanlab": ("swanlab", "pip install swanlab", "run `swanlab login`, set SWANLAB_MODE=offline"),
 }
 # Kind of event → the method that gets it as a dictionary, as it is in events.jsonl.
 HOOKS = {"run_start": "on_start", "step": "on_step", "eval": "on_eval", "save": "on_save", "run_end": "on_end"}
 MOST_RANKS = 8  # with a chart of their own
 MEMORY = "trackers.json"
+SHOWN = ("set", "prompt", "text", "answer")  # columns of a table of samples
 
 
 @dataclass(frozen=True)
@@ -45,16 +51,23 @@ class Run:
     name: str
     config: dict[str, Any]
     known: str | None
+    options: TrackerConfig = field(default_factory=TrackerConfig)
+
+    def project(self, variable: str) -> str:
+        """`run.tracker.project`, else what a variable of the tracker's own says."""
+        return self.options.project or os.environ.get(variable) or "drumline"
 
 
 @dataclass(frozen=True)
 class Tracker:
-    """A tracker's run: its id, how to write metrics (GROUP/NAME → number) of one group at a step, go back to a step, and end."""
+    """A tracker's run: its id, how to write metrics (GROUP/NAME → number) of one group at a step, go back to a step, and end; and how to
+    show samples (see `watched.Samples`) of a step."""
 
     id: str
     write: Callable[[str, dict[str, float], int], None]
     close: Callable[[], object]
     rewind: Callable[[int], None] = lambda step: None
+    show: Callable[[list[dict[str, Any]], int], object] = lambda samples, step: None
 
 
 class Sink:
@@ -64,10 +77,12 @@ class Sink:
         self.name, self._tracker = name, tracker
 
     def event(self, event: Event) -> None:
-        """Hand over the metrics of a step, eval, save or rollout event, under its group; go back where a checkpoint is loaded."""
+        """Hand over the metrics of an event of GROUPS, under its group, and samples; go back where a checkpoint is loaded."""
         if isinstance(event, Restore):
             self._guard(lambda tracker: tracker.rewind(event.step))
-        elif isinstance(event, Step | Eval | Save | Rollout):
+        elif isinstance(event, Samples):
+            self._guard(lambda tracker: tracker.show(event.samples, event.step))
+        elif isinstance(event, Step | Eval | Save | Rollout | Devices):
             group = GROUPS[type(event)]
             named = {f"{group}/{key}": value for key, value in metrics(event).items()}
             self._guard(lambda tracker: tracker.write(group, named, event.step))
@@ -92,10 +107,17 @@ def metrics(event: Event) -> dict[str, float]:
     numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool) and k not in ("t", "step")}
     if loads := values.get("expert_load"):
         numbers |= {"expert_load/least": float(min(loads)), "expert_load/most": float(max(loads))}
-    ranks = values.get("memory_bytes") or []
-    if len(ranks) <= MOST_RANKS:
-        return numbers | {f"memory_bytes/rank_{rank}": float(bytes_) for rank, bytes_ in enumerate(ranks)}
-    return numbers | {"memory_bytes/least": float(min(ranks)), "memory_bytes/most": float(max(ranks))}
+    by_rank: dict[str, dict[int, float]] = {"memory_bytes": dict(enumerate(map(float, values.get("memory_bytes") or [])))}
+    for rank, found in enumerate(values.get("ranks") or []):
+        for name, value in found.items():
+            if isinstance(value, int | float):
+                by_rank.setdefault(name, {})[rank] = float(value)
+    for name, ranks in by_rank.items():
+        if len(ranks) <= MOST_RANKS:
+            numbers |= {f"{name}/rank_{rank}": value for rank, value in ranks.items()}
+        else:
+            numbers |= {f"{name}/least": min(ranks.values()), f"{name}/most": max(ranks.values())}
+    return numbers
 
 
 def check_installed(report_to: Sequence[str], base_dir: Path = Path()) -> None:
@@ -111,14 +133,21 @@ def check_installed(report_to: Sequence[str], base_dir: Path = Path()) -> None:
 
 def maker_of(name: str, base_dir: Path) -> Callable[[Run], Tracker]:
     """What opens a tracker: of this module, of an installed package, or `file.py:function` of your own. Raises ConfigError."""
-    own = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
+    own = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio, "swanlab": _swanlab}
     if name in own:
         return own[name]
     return find_function(name, "trackers", base_dir, "run.report_to", "the tracker", "install it, or take it out of the list")
 
 
-def open_sinks(report_to: Sequence[str], run_dir: Path, config: dict[str, Any], name: str, base_dir: Path = Path()) -> list[Sink]:
-    """The trackers of `run.report_to`; rank 0 alone opens them. `config` is shown there, redacted.
+def open_sinks(
+    report_to: Sequence[str],
+    run_dir: Path,
+    config: dict[str, Any],
+    name: str,
+    base_dir: Path = Path(),
+    options: TrackerConfig | None = None,
+) -> list[Sink]:
+    """The trackers of `run.report_to`; rank 0 alone opens them. `config` is shown there, redacted. `name`: where `options` has none.
 
     Raises EnvironmentFault for a library that is not installed, and, at the first start of a run, for a tracker that does not
     start. A run that has begun goes on without a tracker that cannot be reached.
@@ -128,9 +157,9 @@ def open_sinks(report_to: Sequence[str], run_dir: Path, config: dict[str, Any], 
         known = {str(k): str(v) for k, v in json.loads((run_dir / MEMORY).read_text()).items()}
     except (OSError, ValueError, AttributeError):
         known = {}
-    sinks = []
+    sinks, options = [], options or TrackerConfig()
     for kind in report_to:
-        run = Run(run_dir, name, plain(config), known.get(kind))
+        run = Run(run_dir, options.name or name, plain(config), known.get(kind), options)
         try:
             tracker = maker_of(kind, base_dir)(run)
         except Exception as error:
@@ -200,10 +229,17 @@ def _tensorboard(run: Run) -> Tracker:
     folder = str(run.folder / "tensorboard")
     make = importlib.import_module("torch.utils.tensorboard").SummaryWriter
     writer = make(folder)
+    if about := {key: value for key, value in run.options.model_dump().items() if value}:
+        writer.add_text("run", _indented(json.dumps(about, indent=2, ensure_ascii=False)))
 
     def write(group: str, numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
+        writer.flush()
+
+    def show(samples: list[dict[str, Any]], step: int) -> None:
+        for number, sample in enumerate(samples):
+            writer.add_text(f"samples/{number}", _indented(f"{sample['prompt']}\n\n{sample['text']}"), step)
         writer.flush()
 
     def rewind(step: int) -> None:
@@ -211,29 +247,71 @@ def _tensorboard(run: Run) -> Tracker:
         writer.close()
         writer = make(folder, purge_step=step + 1)
 
-    return Tracker(folder, write, lambda: writer.close(), rewind)
+    return Tracker(folder, write, lambda: writer.close(), rewind, show)
+
+
+def _indented(text: str) -> str:
+    """As TensorBoard's Markdown shows it letter by letter."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def _wandb(run: Run) -> Tracker:
     """W&B; offline or online as WANDB_MODE says. Each group has its own step: a save is reported after later steps have been."""
-    wandb = importlib.import_module("wandb")
-    began = wandb.init(project="drumline", name=run.name, dir=str(run.folder), config=run.config, id=run.known, resume="allow")
-    for group in GROUPS.values():
+    wandb, own = importlib.import_module("wandb"), run.options
+    about: dict[str, Any] = {"project": run.project("WANDB_PROJECT"), "group": own.group, "tags": own.tags or None, "notes": own.notes}
+    began = wandb.init(name=run.name, dir=str(run.folder), config=run.config, id=run.known, resume="allow", **about)
+    for group in (*GROUPS.values(), "samples"):
         began.define_metric(f"{group}/step", hidden=True)
         began.define_metric(f"{group}/*", step_metric=f"{group}/step")
-    return Tracker(str(began.id), lambda group, numbers, step: began.log({f"{group}/step": step, **numbers}), began.finish)
+
+    def show(samples: list[dict[str, Any]], step: int) -> None:
+        table = wandb.Table(columns=["step", *SHOWN], data=[[step, *(sample[name] for name in SHOWN)] for sample in samples])
+        began.log({"samples/step": step, "samples/answers": table})
+
+    return Tracker(str(began.id), lambda group, numbers, step: began.log({f"{group}/step": step, **numbers}), began.finish, show=show)
 
 
 def _mlflow(run: Run) -> Tracker:
-    """MLflow, wherever MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME point; mlflow.db in the current folder where they do not."""
-    mlflow = importlib.import_module("mlflow")
+    """MLflow, wherever MLFLOW_TRACKING_URI points; mlflow.db in the current folder where it does not. Samples are files of the run."""
+    mlflow, own = importlib.import_module("mlflow"), run.options
+    if run.known is None:
+        mlflow.set_experiment(run.project("MLFLOW_EXPERIMENT_NAME"))
     began = mlflow.start_run(run_id=run.known) if run.known else mlflow.start_run(run_name=run.name)
+    about = {"group": own.group, "tags": ", ".join(own.tags), "mlflow.note.content": own.notes}
+    mlflow.set_tags({key: value for key, value in about.items() if value})
     mlflow.log_dict(run.config, "config.json")
-    return Tracker(str(began.info.run_id), lambda _, numbers, step: mlflow.log_metrics(numbers, step=step), mlflow.end_run)
+    return Tracker(
+        str(began.info.run_id),
+        lambda _, numbers, step: mlflow.log_metrics(numbers, step=step),
+        mlflow.end_run,
+        show=lambda samples, step: mlflow.log_dict({"samples": samples}, f"samples/step-{step:08}.json"),
+    )
 
 
 def _trackio(run: Run) -> Tracker:
     """trackio's local store (or a Space, where its own variables name one)."""
-    trackio = importlib.import_module("trackio")
-    trackio.init(project="drumline", name=run.known or run.name, config=run.config, resume="must" if run.known else "never")
-    return Tracker(run.known or run.name, lambda _, numbers, step: trackio.log(numbers, step=step), trackio.finish)
+    trackio, own = importlib.import_module("trackio"), run.options
+    about: dict[str, Any] = {"group": own.group, "resume": "must" if run.known else "never"}
+    config = run.config | {key: value for key, value in (("tags", list(own.tags)), ("notes", own.notes)) if value}
+    trackio.init(project=own.project or "drumline", name=run.known or run.name, config=config, **about)
+
+    def show(samples: list[dict[str, Any]], step: int) -> None:
+        table = importlib.import_module("pandas").DataFrame([{name: sample[name] for name in SHOWN} for sample in samples])
+        trackio.log({"samples": trackio.Table(dataframe=table)}, step=step)
+
+    return Tracker(run.known or run.name, lambda _, numbers, step: trackio.log(numbers, step=step), trackio.finish, show=show)
+
+
+def _swanlab(run: Run) -> Tracker:
+    """SwanLab; offline, local or online as SWANLAB_MODE says. What is written offline is in RUN/swanlab, a folder for each start, and
+    `swanlab sync` puts those of one id together (experimental: uploads have not been tried)."""
+    swanlab, own = importlib.import_module("swanlab"), run.options
+    about: dict[str, Any] = {"group": own.group, "tags": list(own.tags) or None, "description": own.notes}
+    about |= {"id": run.known, "resume": "allow"} if run.known else {}
+    folder, project = str(run.folder / "swanlab"), run.project("SWANLAB_PROJ_NAME")
+    began = swanlab.init(project=project, name=run.name, log_dir=folder, config=run.config, **about)
+
+    def show(samples: list[dict[str, Any]], step: int) -> None:
+        swanlab.log({"samples": [swanlab.Text(sample["text"], caption=sample["prompt"]) for sample in samples]}, step=step)
+
+    return Tracker(str(began.id), lambda _, numbers, step: swanlab.log(numbers, step=step), swanlab.finish, show=show)

@@ -33,7 +33,7 @@ class Devices(Event, kind="devices"):
 
     step: int  # steps done before it
     # By rank: `utilisation` (percent), `celsius`, `watts`, `sm_mhz`, `memory_mhz` of its GPU, and `joules` that this has taken since the
-    # process began. On a CPU `joules` of the host's packages alone, on the first rank of each host.
+    # process began; `cpu_joules` of all CPU packages of the host since then, on its first rank alone.
     ranks: list[dict[str, Number]]
     kwh: Number  # of all these joules; null where no counter can be read
 

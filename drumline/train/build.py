@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ from drumline.hardware.detect import cache_dir
 from drumline.models.own import own_build
 from drumline.parallel.engine import OPTIONAL, Engine
 from drumline.strategies.build import build_engine, build_module, stats_with_frozen
+from drumline.telemetry.devices import Meter
 from drumline.telemetry.events import Emit, Event, Restore, series
 from drumline.telemetry.measure import Measure, process_bytes
 from drumline.telemetry.traffic import Traffic
@@ -45,7 +46,7 @@ from drumline.train.loop import Loop
 from drumline.train.references import Reference
 from drumline.train.saving import Saver
 from drumline.train.state import Goodput, TrainState
-from drumline.train.streams import FirstPass, Streams, build_streams, fixed_width
+from drumline.train.streams import Batches, FirstPass, Streams, build_streams, fixed_width
 
 FETCHED = "fetched"  # in the run folder: the copy of a checkpoint at another run's URL, until it is read
 MODEL = re.compile(r"(^|(?<=/))model\.")  # the section of weights, of the policy or of another role (ROLE/model.…)
@@ -75,7 +76,8 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         with goodput.spend("restore"):
             state = start.restore(engine, emit, time.time() - searched)
     gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank))
-    rollouts, held_out, back = None, None, None
+    rollouts, back = None, None
+    held_out: dict[str, Batches] = {}
     training: Iterable[GlobalBatch]
     if (rollout := config.algorithm.rollout) is not None:
         from drumline.train.reinforced import reinforced  # what generates takes a second to import
@@ -85,6 +87,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         algorithm = config.algorithm.build_in(Path(plan.base_dir))
         is_new = not (start and start.path)
         training, held_out, back = _streams(plan, ranks, engine, algorithm, state, is_new, gather, emit, stop_flag)
+    answers, tasks = (None, None) if not config.eval.generates else _written(plan, engine, rollouts, device, emit)
     _agree_on(verification)
     goodput.end_part("data")
     saved = state.step if start and start.path and checkpointer.is_kept(start.path) else -1
@@ -97,6 +100,9 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         rewind=back,
         stream=training,
         held_out=held_out,
+        meter=_meter(plan, ranks),
+        answers=answers,
+        tasks=tasks,
         saver=Saver(plan, engine, state, checkpointer, emit, gather, stop_flag, saved, memory=memory),
         emit=emit,
         gather=gather,
@@ -120,8 +126,8 @@ def _streams(
     gather: Gather,
     emit: Emit,
     stop_flag: StopFlag,
-) -> tuple[Iterable[GlobalBatch], Callable[[], Iterable[GlobalBatch]] | None, Callable[[], Iterable[GlobalBatch]]]:
-    """Training batches, what gives held-out ones, and what goes back to the newest checkpoint and gives the batches from there on."""
+) -> tuple[Iterable[GlobalBatch], dict[str, Batches], Batches]:
+    """Training batches, what gives held-out ones by set, and what goes back to the newest checkpoint and gives those after."""
 
     def after(position: int, is_new: bool) -> Streams:
         streams = build_streams(plan, plan.mesh.data_rank(ranks.rank), position, gather.device)
@@ -137,6 +143,26 @@ def _streams(
 
     streams = after(state.position, is_new)
     return streams.training, streams.held_out, rewind
+
+
+def _written(plan: Plan, engine: Engine, rollouts: Any, device: str, emit: Emit) -> tuple[Any, Any]:
+    """What answers held-out prompts, and what scores tasks, by the sampler of rollouts where there is one; None for what is not set."""
+    from drumline.train import sampling  # what generates takes a second to import
+    from drumline.train.tasks import Tasks
+
+    options, tokenizer = plan.config.eval, sampling.tokenizer_of(plan)
+    sample = sampling.of_evaluation(plan, engine, tokenizer, device) if rollouts is None else rollouts.sample
+    answers = sampling.Answers(sample, sampling.prompts(plan), tokenizer, emit) if options.samples else None
+    return answers, Tasks(plan, sample.model, tokenizer) if options.tasks else None
+
+
+def _meter(plan: Plan, ranks: Ranks) -> Meter:
+    """Of the GPU that this rank computes on, and, on the first rank of a host, of its CPUs."""
+    if plan.device != "cuda":
+        return Meter(None, False, ranks.local_rank == 0)
+    number = gpu(ranks)
+    seen = torch.cuda.device_count()
+    return Meter(str(torch.cuda.get_device_properties(number).uuid), seen > 1 or ranks.local_rank == 0, ranks.local_rank == 0)
 
 
 def checkpointer_of(plan: Plan, mode: Literal["min", "max"]) -> Checkpointer:
@@ -155,7 +181,7 @@ def _engine(plan: Plan, device: str, checkpoint_keys: frozenset[str]) -> Engine:
 def _verification(plan: Plan, ranks: Ranks) -> Future[None]:
     """Of the token caches, shared out to the ranks, while the model is loaded."""
     data = plan.data if plan.config.data.verify and not plan.config.plain else None
-    caches = [TokenCache.open(folder) for folder in (data.train_cache, data.eval_cache) if folder] if data else []
+    caches = [TokenCache.open(folder) for folder in (data.train_cache, *data.eval_caches.values())] if data else []
     return verify_in_background([(cache.folder, cache.info["sha256"]) for cache in caches], ranks.rank, ranks.world_size)
 
 

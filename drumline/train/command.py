@@ -183,6 +183,7 @@ def convert(old: Path, output: Path | None) -> None:
 
 def prepare(config_path: Path, overrides: list[str]) -> None:
     """`drumline prepare`: tokenise and pack, outside of any launch."""
+    from drumline.data.cache import TokenCache
     from drumline.data.prepare import prepare as prepare_data
     from drumline.models.files import resolve
     from drumline.models.load import load_config
@@ -196,8 +197,8 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
         data = prepare_data(config, config.model.tokenizer or model_path or "", loaded.base_dir, on_progress, vision, check=True)
     images = f", {data.images} images" if data.images else ""
     print(f"train  {data.train_samples} samples, {data.train_tokens} tokens{images}  {data.train_cache}")
-    if data.eval_cache:
-        print(f"eval   {data.eval_samples} samples  {data.eval_cache}")
+    for name, folder in data.eval_caches.items():
+        print(f"eval   {name + '  ' if name else ''}{len(TokenCache.open(Path(folder)))} samples  {folder}")
     notes(data.notes)
 
 

@@ -25,9 +25,10 @@ from drumline.errors import DrumlineError, EnvironmentFault, Preempted, Training
 from drumline.launchers import watcher
 from drumline.launchers.environment import launched_by
 from drumline.telemetry import flight
-from drumline.telemetry.events import Emit, Event, EventLog, Export, RunEnd, RunStart, read
+from drumline.telemetry.events import Emit, Event, EventLog, Export, Number, RunEnd, RunStart, read
 from drumline.telemetry.measure import planned
 from drumline.telemetry.trackers import Callbacks, open_sinks
+from drumline.telemetry.watched import Devices
 from drumline.train.failure import note, recording, watched
 from drumline.train.state import Goodput
 
@@ -57,7 +58,7 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
         goodput.end_part("processes")
         error: BaseException | None = None
         try:
-            train_on(plan, ranks, resume, emit=emit, stop_flag=stop_flag, past=past, goodput=goodput)
+            reporter.why = train_on(plan, ranks, resume, emit=emit, stop_flag=stop_flag, past=past, goodput=goodput)
             heartbeat.beat("done")
             stop()
             reporter.export()
@@ -71,8 +72,10 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
             reporter.close(error, goodput)
 
 
-def train_on(plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, stop_flag: StopFlag, past: list[Event], goodput: Goodput) -> None:
-    """Build and run one plan in the process group that is there."""
+def train_on(
+    plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, stop_flag: StopFlag, past: list[Event], goodput: Goodput
+) -> str | None:
+    """Build and run one plan in the process group that is there. Returns why it ended before its last step, if it did."""
     from drumline.train.build import build
 
     emit(run_start(plan, resume))
@@ -81,9 +84,10 @@ def train_on(plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, stop_f
     with watched(plan, ranks.rank) as watch:
         loop = build(plan, ranks, resume, emit, stop_flag, past, goodput)
         watch.built(loop.engine)
-        loop.run()
+        why = loop.run()
         if plan.config.checkpoint.export != "none":
             loop.saver.checkpointer.gather()  # rank 0 exports alone
+    return why
 
 
 def watch(plan: Plan) -> None:
@@ -134,9 +138,12 @@ class Reporter:
 
     def __init__(self, callbacks: Callbacks | None = None) -> None:
         self.callbacks, self.last_step = callbacks or Callbacks((), Path(), 0), 0
+        self.why: str | None = None  # the run ended before its last step
+        self.kwh: Number = None
 
     def emit(self, event: Event) -> None:
         self.last_step = getattr(event, "step", 0) or self.last_step
+        self.kwh = event.kwh if isinstance(event, Devices) else self.kwh
         self.callbacks.event(event)
 
     def export(self) -> None:
@@ -147,7 +154,7 @@ class Reporter:
         kinds: dict[type, str] = {type(None): "finished", Preempted: "preempted", TrainingStopped: "stopped"}
         status = kinds.get(type(error), "failed")
         code = error.exit_code if isinstance(error, DrumlineError) else int(error is not None)
-        self.emit(RunEnd(status=status, exit_code=code, step=self.last_step, goodput=goodput.report()))
+        self.emit(RunEnd(status=status, exit_code=code, step=self.last_step, why=self.why, kwh=self.kwh, goodput=goodput.report()))
 
 
 class MainReporter(Reporter):
@@ -159,7 +166,7 @@ class MainReporter(Reporter):
         self.plan, self.listener = plan, listener
         self.log = EventLog(run_dir / "events.jsonl")
         config = plan.config.model_dump(mode="json")
-        self.sinks = open_sinks(plan.config.run.report_to, run_dir, config, run_dir.name, Path(plan.base_dir))
+        self.sinks = open_sinks(plan.config.run.report_to, run_dir, config, run_dir.name, Path(plan.base_dir), plan.config.run.tracker)
 
     def emit(self, event: Event) -> None:
         event = self.log.emit(event)

@@ -17,19 +17,22 @@ from drumline.core.signals import StopFlag
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import seed_step
-from drumline.errors import ConfigError, TrainingStopped
+from drumline.errors import TrainingStopped
 from drumline.models.router import router_metrics
 from drumline.parallel.engine import Engine
+from drumline.telemetry.devices import Meter
 from drumline.telemetry.events import Emit, Eval, Started, Step
 from drumline.telemetry.measure import Measure
 from drumline.telemetry.profile import Profile
 from drumline.telemetry.stragglers import Stragglers
 from drumline.train.health import Collectives, GoBack, Spikes, Weights
 from drumline.train.saving import Saver
-from drumline.train.state import SQUARES, Flight, Goodput, TrainState, judge
+from drumline.train.state import SQUARES, Flight, Goodput, TrainState, judge, judged
 
 if TYPE_CHECKING:
     from drumline.rl.rollouts import Rollouts  # what generates takes a second to import
+    from drumline.train.sampling import Answers
+    from drumline.train.tasks import Tasks
 
 FIX = "look at the samples of the `nonfinite` event in events.jsonl; lower optimizer.lr, or pass over it: health.on_nan=skip"
 
@@ -42,7 +45,7 @@ class Loop:
     engine: Engine
     algorithm: Algorithm
     stream: Iterable[GlobalBatch]
-    held_out: Callable[[], Iterable[GlobalBatch]] | None
+    held_out: dict[str, Callable[[], Iterable[GlobalBatch]]]  # by name of the evaluation set
     saver: Saver
     emit: Emit
     gather: Gather
@@ -56,11 +59,13 @@ class Loop:
     stop: int = 0  # the signal that asks some rank to stop; all ranks know it after the same step
     flight: Flight | None = None
     landed: float = 0.0  # when the last flight did (unix)
-    evaluated_step: int = -1
     metric: float | None = None  # of the weights as they are now; a step makes it unknown
     rollouts: Rollouts | None = None
     rewind: Callable[[], Iterable[GlobalBatch]] | None = None  # to the newest checkpoint; gives the stream from there on
     checkpointable: bool = True  # not in the middle of the steps of a rollout, where a run could not go on from
+    meter: Meter | None = None
+    answers: Answers | None = None
+    tasks: Tasks | None = None
 
     def __post_init__(self) -> None:
         health = self.plan.config.health
@@ -72,10 +77,12 @@ class Loop:
         # Ranks over a slow link step by their own numbers, and read those of all a step later.
         self.alone: bool = getattr(self.engine, "go_alone", bool)()
 
-    def run(self) -> None:
-        """Train from `state` to the end of the stream. Raises Preempted after a stop signal, TrainingStopped by policy."""
+    def run(self) -> str | None:
+        """Train from `state` to the end of the stream, or until it is `stale`: then why. Raises Preempted after a stop signal,
+        TrainingStopped by policy."""
         try:
             self._run()
+            return self.stale
         except TrainingStopped:
             self.saver.wait()
             raise
@@ -85,8 +92,13 @@ class Loop:
 
     def _run(self) -> None:
         config = self.plan.config
-        if self.state.step == 0 and config.eval.at_start:
-            self.evaluate()
+        if self.state.step == 0:
+            self.state.evaluated = 0
+            if config.eval.at_start:
+                self.evaluate()
+        broken_off = self.state.evaluated >= 0 and _due(config.eval.every, self.state.evaluated, self.state.step)  # by a stop signal
+        if broken_off and self.evaluate() and config.checkpoint.keep_best:
+            self.save()
         while True:
             try:
                 self._steps()
@@ -95,10 +107,14 @@ class Loop:
             except GoBack as back:
                 self._go_back(back)
         self.profile.after(self.state.step, last=True)
-        if not config.eval.every or (self.state.step % config.eval.every and self.evaluated_step != self.state.step):
+        if not config.eval.every or (self.state.step % config.eval.every and self.state.evaluated != self.state.step):
             self.evaluate()
         self._save_last()
         self.measure.finish(self.state.step)
+        if self.meter is not None:
+            _, devices = self.gather({}, *self.meter.values(now=True))
+            if (read := self.meter.event(self.state.step, devices, now=True)) is not None:
+                self.emit(read)
 
     def _steps(self) -> None:
         """To the end of the stream."""
@@ -107,6 +123,8 @@ class Loop:
         while True:
             if self.rollouts is not None and self.checkpointable:
                 self._stop_if_requested()  # before a rollout, which takes long, and not after it
+            if self.stale:
+                break
             drawn = time.time()
             heartbeat.step(self.state.step, self.state.position, free=self.measure.traffic.due(self.state.step))
             heartbeat.beat("data")
@@ -162,7 +180,9 @@ class Loop:
             sums = self.engine.forward_backward(batch.micro_batches, self.algorithm.objective, denominator)
         waited = self.engine.exposed_communication()
         comm_s = math.nan if waited is None else waited
-        shared = float(self.stop_flag.requested), self.saver.retry_at, data_s, comm_s, float(self.memory_bytes())
+        logged = (step + 1) % self.plan.config.run.log_every == 0 or step + 1 == self.plan.steps
+        devices = self.meter.values() if logged and self.meter is not None else []
+        shared = float(self.stop_flag.requested), self.saver.retry_at, data_s, comm_s, float(self.memory_bytes()), *devices
         heartbeat.beat("collective")
         gathered = None if self.alone else self.gather.start(sums, *shared)
         heartbeat.beat("optimizer")
@@ -186,7 +206,7 @@ class Loop:
         whole = not self.measure.traffic.due(step) or flight.finite
         copies = self.saver.checkpointer.staging.bytes_
         flight.volume, flight.clock = self.measure.end_step(step, batch.micro_batches, copies, whole, data=data_s, communication=comm_s)
-        flight.logged = (step + 1) % self.plan.config.run.log_every == 0 or step + 1 == self.plan.steps
+        flight.logged = logged
         self._land()
         self.flight = flight
         if flight.logged and not self.alone:
@@ -225,7 +245,9 @@ class Loop:
 
     def _log_step(self, flight: Flight, seconds: float) -> None:
         world = self.gather.world_size
-        _, _, data, comm, memory, _ = flight.by_rank  # of the waits the mean is shown (NaN: not measured)
+        _, _, data, comm, memory, *devices, _ = flight.by_rank  # of the waits the mean is shown (NaN: not measured)
+        if devices and self.meter is not None and (read := self.meter.event(flight.step, devices)):
+            self.emit(read)
         predicted = self.plan.predicted
         rate = flight.tokens / seconds
         mfu = None
@@ -255,40 +277,50 @@ class Loop:
         self.emit(event)
 
     def evaluate(self) -> bool:
-        """Emit metrics over the whole held-out set, each sample once. True: the best weights so far. A stop signal breaks it off."""
+        """Emit metrics over the whole held-out sets, each sample once, and of tasks; then samples. True: the best weights so far. A stop
+        signal breaks it off."""
         self._land()
-        started = time.time()
+        started, step = time.time(), self.state.step
         heartbeat.beat("eval")
         with self.goodput.spend("eval"):
-            found = self._held_out_metrics() if self.rollouts is None else self.rollouts.evaluate(self.state.step)
-        if found is None:
+            metrics, samples = self._held_out_metrics() if self.rollouts is None else self.rollouts.evaluate(step)
+            if self.tasks is not None and self.tasks.due(step):
+                self._stop_if_requested()
+                metrics |= self.tasks.score()
+        if not metrics:
             return False
-        metrics, samples = found
-        self.evaluated_step = self.state.step
-        options = self.plan.config.eval
-        if options.metric not in metrics:
-            raise ConfigError(f"no metric {options.metric!r}", where="eval.metric", fix=f"one of {', '.join(metrics)}")
-        self.metric = metrics[options.metric]
-        self.emit(Eval(step=self.state.step, samples=samples, seconds=time.time() - started, metrics=metrics))
-        best, sign = self.state.best, 1.0 if options.mode == "min" else -1.0
-        # The untrained weights are the base line, not a candidate: a run exports something that it trained.
-        better = self.state.step > 0 and (best is None or sign * self.metric < sign * best)
-        if better:
-            self.state.best = self.metric
+        self.state.evaluated = step
+        self.emit(Eval(step=step, samples=samples, seconds=time.time() - started, metrics=metrics))
+        self.metric, better = judged(metrics, self.plan.config.eval, self.state)
+        if self.answers is not None:
+            heartbeat.beat("eval")
+            with self.goodput.spend("eval"):
+                self.answers.write(step, "before" if step == 0 else "after" if self.stale or step == self.plan.steps else "during")
         return better
 
-    def _held_out_metrics(self) -> tuple[dict[str, float], int] | None:
-        if self.held_out is None:
+    @property
+    def stale(self) -> str | None:
+        """Why the run ends before its last step; None while it goes on. The same on all ranks, and after a resume."""
+        options, state = self.plan.config.eval, self.state
+        if options.patience is None or state.stale < options.patience:
             return None
-        sums: dict[str, float] = {}
-        samples = 0
-        for batch in self.held_out():
-            self._stop_if_requested()
-            part = self.engine.evaluate(batch.micro_batches, self.algorithm.eval_objective)
-            sums = {key: sums.get(key, 0.0) + value for key, value in part.items()}
-            samples += int((batch.sample_ids >= 0).sum())
-        total, _ = self.gather(sums)
-        return self.algorithm.metrics(total), samples
+        by = f" by more than {options.min_delta:g}" * (options.min_delta > 0)
+        than = "finite" if state.mark is None else f"better than {state.mark:.6g}{by}"
+        return f"{options.metric} was not {than} in {state.stale} evaluation{'s' * (state.stale > 1)} (eval.patience)"
+
+    def _held_out_metrics(self) -> tuple[dict[str, float], int]:
+        """Over all sets; those of a set that has a name also under NAME/."""
+        whole, by_set, samples = dict[str, float](), dict[str, float](), 0
+        for name, batches in self.held_out.items():
+            sums: dict[str, float] = {}
+            for batch in batches():
+                self._stop_if_requested()
+                sums = _added(sums, self.engine.evaluate(batch.micro_batches, self.algorithm.eval_objective))
+                samples += int((batch.sample_ids >= 0).sum())
+            total, _ = self.gather(sums)
+            whole = _added(whole, total)
+            by_set |= {f"{name}/{key}": value for key, value in self.algorithm.metrics(total).items()} if name else {}
+        return (self.algorithm.metrics(whole) | by_set, samples) if self.held_out else ({}, 0)
 
     def save(self) -> None:
         """Hand the state to the checkpointer. `metric` goes with it only if it was measured on these very weights."""
@@ -317,6 +349,10 @@ class Loop:
             self.weights.check(self.state.step)
             with self.goodput.spend("save"):
                 self.saver.save_last(self.metric)
+
+
+def _added(sums: dict[str, float], more: dict[str, float]) -> dict[str, float]:
+    return {key: sums.get(key, 0.0) + value for key, value in more.items()}
 
 
 def _due(every: int | None, before: int, now: int) -> bool:

@@ -98,7 +98,7 @@ def short(candidate: Candidate, run_dir: Path, rows: Path | None) -> Config:
 
 def _write(plan: Plan, run_dir: Path) -> Path:
     """A run folder that nothing is saved into, so no space is required; nothing is evaluated."""
-    data = None if plan.data is None else plan.data.model_copy(update={"eval_cache": None, "eval_samples": 0})
+    data = None if plan.data is None else plan.data.model_copy(update={"eval_caches": {}, "eval_samples": 0})
     run_dir.mkdir(parents=True, exist_ok=True)
     plan.model_copy(update={"saves": False, "data": data}).save(run_dir / "plan.json")
     return run_dir / "plan.json"

@@ -29,7 +29,7 @@ from drumline.errors import Preempted
 from drumline.parallel.engine import Engine
 from drumline.strategies.build import build_engine
 from drumline.telemetry import events
-from drumline.train.streams import Streams
+from drumline.train.streams import Batches, Streams
 
 ScoreBatches = Callable[[list[Any]], list[torch.Tensor]]  # micro-batches → fp64[B] of each
 VERSION = 1  # raise it when the same models and pairs give other numbers
@@ -51,14 +51,16 @@ class Reference:
 
     def prepared(self) -> Streams:
         """The streams, with the reference's log-probabilities in every batch. Collective, and so is drawing where a model scores."""
-        data, held_out = self.plan.data, self.streams.held_out
+        data = self.plan.data
         assert data is not None, "workers get plans of prepared data"
         score = self._scores(data)
         training = with_reference(self.streams.training, score(data.train_cache), self.algorithm.first_batch)
-        if held_out is None or data.eval_cache is None:
-            return replace(self.streams, training=training)
-        of_eval = score(data.eval_cache)
-        return replace(self.streams, training=training, held_out=lambda: with_reference(held_out(), of_eval, self.algorithm.first_batch))
+
+        def scored(name: str, batches: Batches) -> Batches:
+            of_set = score(data.eval_caches[name])
+            return lambda: with_reference(batches(), of_set, self.algorithm.first_batch)
+
+        return replace(self.streams, training=training, held_out={name: scored(name, b) for name, b in self.streams.held_out.items()})
 
     def _scores(self, data: DataPlan) -> Callable[[str], ScoreBatches]:
         """What scores the pairs of a cache folder."""
@@ -68,8 +70,7 @@ class Reference:
         if kind == "live":
             frozen = build_engine(self.plan, self.device, role="reference")
             return lambda _: lambda batches: frozen.infer(batches, self.algorithm.score)
-        caches = {"train": data.train_cache, "eval": data.eval_cache}
-        tables = self._tables({role: folder for role, folder in caches.items() if folder})
+        tables = self._tables({"train": data.train_cache, **{f"eval-{name}".rstrip("-"): at for name, at in data.eval_caches.items()}})
         # Of fillers (sample −1) those of the last pair, which weigh nothing.
         return lambda folder: lambda batches: [tables[folder][batch.samples_P].T.flatten() for batch in batches]
 

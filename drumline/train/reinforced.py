@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from drumline.algorithms.base import Algorithm
 from drumline.core.plan import Plan
 from drumline.core.rollouts import RolloutSpec
 from drumline.data.cache import TokenCache
 from drumline.data.stream import GlobalBatch
-from drumline.dist.seeds import derive
 from drumline.dist.start import Ranks
-from drumline.models import adapters
-from drumline.models.build import lay_out
-from drumline.models.load import load_tokenizer, pad_token_id
-from drumline.models.scores import language_weights
-from drumline.models.shards import Values
+from drumline.models.load import pad_token_id
 from drumline.parallel.engine import CompositeEngine, Engine
-from drumline.parallel.native import LOW_PRECISION
-from drumline.rl.build import generator, greedy
 from drumline.rl.curriculum import Curriculum
-from drumline.rl.generate import Completion, Generator, Request, generate_together
 from drumline.rl.rewards import Rewards, reward_names
 from drumline.rl.rollouts import Readers, Reading, Rollouts, last_scores, log_probs_of, scores_after, values_of
 from drumline.strategies.build import build_engine
 from drumline.telemetry.events import Emit
+from drumline.train.sampling import Sampling, tokenizer_of
 from drumline.train.state import TrainState
 from drumline.train.streams import fixed_width
 
@@ -39,7 +30,7 @@ def reinforced(
     """The objective, the rollouts, and their stream from `state` on. Collective: models besides the policy are built here."""
     config, data = plan.config, plan.data
     assert data is not None, "workers get plans of prepared data"
-    tokenizer = load_tokenizer(config.model.tokenizer or plan.model_path or "", config.model)
+    tokenizer = tokenizer_of(plan)
     prompts = TokenCache.open(Path(data.train_cache))
     domains = [prompts.meta(sample)["domain"] for sample in range(len(prompts))]
     place = plan.mesh.data_rank(ranks.rank), plan.mesh.counts(ranks.rank)
@@ -49,10 +40,10 @@ def reinforced(
         plan=plan,
         algorithm=algorithm,
         prompts=prompts,
-        held_out=TokenCache.open(Path(data.eval_cache)) if data.eval_cache else None,
+        held_out={name: TokenCache.open(folder) for name, folder in data.eval_caches.items()},
         curriculum=Curriculum(algorithm.curriculum, domains, config.run.seed, config.data.order == "shuffle"),
         kl=objective.kl,
-        sample=Sampling(plan, algorithm, engine, tokenizer, device),
+        sample=Sampling(plan, algorithm.generator, engine, tokenizer, device),
         rewards=Rewards(algorithm.rewards, Path(plan.base_dir), algorithm.reward_workers),
         reading=reading,
         readers=build_readers(plan, algorithm, engine, reading, device),
@@ -84,37 +75,3 @@ def build_readers(plan: Plan, algorithm: RolloutSpec, engine: Engine, reading: R
         value=value,
         rewards={name: partial(last_scores, partial(reading.read, judge, read=scores_after)) for name, judge in engines.items()},
     )
-
-
-@dataclass
-class Sampling:
-    """Completions by the weights as they are now: the trained model's, where it is unsharded on this rank, else those of a copy."""
-
-    plan: Plan
-    algorithm: RolloutSpec
-    engine: Engine
-    tokenizer: Any
-    device: str
-    _generator: Generator | None = None
-    _refresh: Callable[[Any], None] | None = None
-
-    def __call__(self, requests: list[Request], step: int, greedily: bool) -> list[Completion]:
-        """A completion of each request, in their order, the same on every rank. Collective."""
-        unsharded = self.engine.unsharded_model()
-        if self._generator is None:
-            low, seed, folder = LOW_PRECISION.get(self.plan.precision), self.plan.config.run.seed, Path(self.plan.run_dir)
-            made = generator(self.algorithm.generator, self.tokenizer, seed, unsharded, self._copy, low, self.plan.model_path, folder)
-            self._generator, self._refresh = made
-        if self._refresh is not None:
-            self._refresh(language_weights(self.engine.whole_weights()))
-        return generate_together(greedy(self._generator) if greedily else self._generator, requests, step)
-
-    def _copy(self) -> Any:
-        """The whole model on this rank, in the type that it computes in."""
-        config = self.plan.config
-        seed, dtype = derive(config.run.seed, "weights"), LOW_PRECISION.get(self.plan.precision)
-        model, source = lay_out(self.plan.model_path, config.model, seed, self.device, dtype)
-        if config.adapter.kind == "lora":
-            adapters.inject(model, config.adapter, config.run.seed)
-        Values(source, self.device, config.run.seed).fill(model)
-        return model

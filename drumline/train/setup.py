@@ -106,6 +106,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     _require_runs(plan)
     if not dry_run:
         plan.config.strategy.require(plan, on_progress)
+        _require_written(plan, base)
     cluster, _ = cluster_here(config, machine, plan.device, plan.mesh.world_size * plan.devices_per_rank)
     why = [*why, *network.why(os.environ, config.launch.timeout_seconds, config.launch.interface)]
     if config.memory.budget_gb is not None and not request.loaded.config.strategy.planned:
@@ -181,6 +182,18 @@ def _require_runs(plan: Plan) -> None:
             find_cuts(model)
 
 
+def _require_written(plan: Plan, base: Path) -> None:
+    """Raises DataError and ConfigError where eval.samples finds no prompts, and where eval.tasks cannot be had."""
+    if plan.config.eval.samples:
+        from drumline.train.sampling import prompts  # what generates takes a second to import
+
+        prompts(plan)
+    if plan.config.eval.tasks:
+        from drumline.train import tasks
+
+        tasks.require(plan.config.eval, base)
+
+
 def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
     """The same for a module of the user's own, of which only it itself knows what it computes: nothing is predicted."""
     config, base = request.loaded.config, request.loaded.base_dir.absolute()
@@ -189,12 +202,13 @@ def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
         raise PlanError(what, where="checkpoint.every", fix="give a number of steps")
     find_builder(config.model, base)
     config.algorithm.build_in(base)
-    samples, held_out = read_samples(config.data.train, base), len(read_samples(config.data.eval, base)) if config.data.eval else 0
+    samples = read_samples(config.data.train, base)
+    held_out = {name: len(read_samples(sources, base)) for name, sources in config.data.eval_sets.items()}
     data = DataPlan(
         train_cache="train",
-        eval_cache="eval" if held_out else None,
+        eval_caches={name: f"eval/{name}" for name in held_out},
         train_samples=len(samples),
-        eval_samples=held_out,
+        eval_samples=sum(held_out.values()),
         identity=identify_samples(config.data.train, base, samples),
     )
     plan = _resolved(request, config, request.machine or detect(), data, facts=None, model_path=None)

@@ -17,9 +17,10 @@ import psutil
 
 from drumline.core.config import Config
 from drumline.core.plan import Plan
+from drumline.core.run import EvalConfig
 from drumline.data.stream import Ints
 from drumline.dist.reduce import Gathered
-from drumline.errors import TrainingStopped
+from drumline.errors import ConfigError, TrainingStopped
 from drumline.telemetry.events import Emit, Nonfinite
 
 # A fresh fp16 scale of 2^16 may have to halve this often before the first step fits.
@@ -30,13 +31,18 @@ SQUARES = "squared_norms"  # a sum of ranks that step by themselves: of their ow
 @dataclass
 class TrainState:
     """The trainer's own state. `position` counts samples drawn from the global order since step 0; `tokens` are real ones, all ranks.
-    `stream`: what a stream of rollouts goes on from besides."""
+    `best`: the best eval.metric; `evaluated`: steps at the last evaluation, 0 before one (-1: an older checkpoint); `mark`: the metric that
+    eval.patience compares with, and `stale`: evaluations in a row since that were not better. `stream`: what a stream of rollouts goes on
+    from besides."""
 
     step: int = 0
     position: int = 0
     tokens: int = 0
     best: float | None = None
     skips: int = 0
+    evaluated: int = -1
+    mark: float | None = None
+    stale: int = 0
     stream: dict[str, Any] = field(default_factory=dict)
 
 
@@ -108,6 +114,27 @@ def judge(flight: Flight, plan: Plan, state: TrainState, rescales: bool, emit: E
     if policy == "stop" or state.skips > (MAX_RESCALES if rescale else health.max_skips):
         what = f"loss {loss:g}, gradient norm {grad_norm:g} at step {flight.step}"
         raise TrainingStopped(what + f" ({state.skips} in a row)" * (policy != "stop"), where=where, fix=fix)
+
+
+def judged(metrics: dict[str, float], options: EvalConfig, state: TrainState) -> tuple[float | None, bool]:
+    """eval.metric of an evaluation (None: its task was not scored), and whether it is the best so far. Counts for eval.patience. The
+    untrained weights are the base line, not a candidate: a run exports something that it trained. Raises ConfigError."""
+    name, metric = options.metric, metrics.get(options.metric)
+    unscored = name.startswith("tasks/") and not any(each.startswith("tasks/") for each in metrics)
+    if metric is None and not unscored:
+        raise ConfigError(f"no metric {name!r}", where="eval.metric", fix=f"one of {', '.join(metrics)}")
+    if metric is None or state.step == 0:
+        return metric, False
+
+    def beats(other: float | None, by: float) -> bool:
+        sign = 1.0 if options.mode == "min" else -1.0
+        return math.isfinite(metric) and (other is None or sign * metric < sign * other - by)
+
+    better, counts = beats(state.best, 0.0), beats(state.mark, options.min_delta)
+    state.best = metric if better else state.best
+    if options.patience is not None:
+        state.mark, state.stale = (metric, 0) if counts else (state.mark, state.stale + 1)
+    return metric, better
 
 
 def fallback_folder(config: Config, run_dir: str) -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,13 +23,16 @@ from drumline.dist.reduce import add_up
 from drumline.dist.seeds import derive
 from drumline.parallel.engine import Engine, Read
 
+Batches = Callable[[], Iterable[GlobalBatch]]
+
 
 @dataclass(frozen=True)
 class Streams:
-    """Batches of one data rank, on its device: `training`; the held-out set, gone through once; `once`: all of a cache folder, once."""
+    """Batches of one data rank, on its device: `training`; each evaluation set by name, gone through once; `once`: all of a cache folder,
+    once."""
 
     training: Iterable[GlobalBatch]
-    held_out: Callable[[], Iterable[GlobalBatch]] | None
+    held_out: dict[str, Batches]
     once: Callable[[str], Iterable[GlobalBatch]]
 
 
@@ -39,10 +43,11 @@ def fixed_width(plan: Plan) -> int | None:
 
 
 def open_samples(plan: Plan, folder: str) -> Any:
-    """The token cache in a folder; where any module is trained, the samples of a list of sources that `folder` names."""
+    """The token cache in a folder; where any module is trained, the samples of the sources that `folder` names: train, or eval/SET."""
     if not plan.config.plain:
         return TokenCache.open(Path(folder))
-    return read_samples(getattr(plan.config.data, folder), Path(plan.base_dir))
+    data, (section, _, name) = plan.config.data, folder.partition("/")
+    return read_samples(data.train if section == "train" else data.eval_sets[name], Path(plan.base_dir))
 
 
 def build_streams(plan: Plan, data_rank: int, position: int, device: str) -> Streams:
@@ -71,10 +76,10 @@ def build_streams(plan: Plan, data_rank: int, position: int, device: str) -> Str
         whole = BatchPlan(global_samples=samples, micro_batch=micro, accumulation=stages, eval_micro_batch=micro)
         return on_device(stream(cache, whole, False, 0, len(cache), 0, "all"))
 
-    cache, stop, held_out = open_samples(plan, data.train_cache), total_samples(config, plan.batch, data), data.eval_cache
+    cache, stop, held_out = open_samples(plan, data.train_cache), total_samples(config, plan.batch, data), data.eval_caches
     training = stream(cache, plan.batch, config.data.order == "shuffle", position, stop, config.data.prefetch, "batch")
     heartbeat.answer("samples", lambda: training.ids(heartbeat.position()).tolist())
-    return Streams(on_device(training), None if held_out is None else lambda: once(held_out), once)
+    return Streams(on_device(training), {name: partial(once, folder) for name, folder in held_out.items()}, once)
 
 
 @dataclass(frozen=True)
@@ -89,11 +94,10 @@ class FirstPass:
 
     def prepared(self, streams: Streams) -> Streams:
         """The streams, with `first` and `places_P` in every micro-batch. Drawing is collective. The numbers in a batch that is evaluated
-        are those of the whole held-out set, which is gone through twice: how it is cut depends on how many ranks there are."""
-        held_out = streams.held_out
+        are those of the whole evaluation set, which is gone through twice: how it is cut depends on how many ranks there are."""
         return Streams(
             training=(filled(batch, First(self.numbers(batch)), 0) for batch in streams.training),
-            held_out=None if held_out is None else lambda: self._whole(held_out),
+            held_out={name: partial(self._whole, batches) for name, batches in streams.held_out.items()},
             once=lambda folder: self._whole(lambda: streams.once(folder)),
         )
 

@@ -92,6 +92,20 @@ def test_a_source_may_be_any_text() -> None:
         assert not accepted({"data": data}) and not VALIDATOR.is_valid({"data": data}), data
 
 
+def test_evaluation_sets_by_name() -> None:
+    (source,) = DATA["train"]
+    by_name = {"data": {**DATA, "eval": {"easy": [source], "hard": [source, source]}}}
+    VALIDATOR.validate(by_name)
+    config = TypeAdapter(Config).validate_python(by_name)
+    assert {name: len(sources) for name, sources in config.data.eval_sets.items()} == {"easy": 1, "hard": 2}
+    assert TypeAdapter(Config).validate_python(config.model_dump(mode="json")) == config
+    short = TypeAdapter(Config).validate_python({"data": {**DATA, "eval": {"easy": "x.jsonl", "hard": ["x.jsonl", source]}}})
+    assert short == config
+    for wrong in ({"easy": 3}, {"easy": []}, {"tasks": [source]}, {"reward": "x.jsonl"}, {"a/b": [source]}, {"": [source]}, {1: [source]}):
+        assert not accepted({"data": {**DATA, "eval": wrong}}), wrong
+    assert not accepted({"data": {**DATA, "train": [{**source, "set": "a"}]}})
+
+
 def test_every_example_is_valid() -> None:
     for path in (Path(__file__).parents[2] / "examples").glob("*.yaml"):
         values = json.loads(json.dumps(yaml.safe_load(path.read_text())))

@@ -31,7 +31,7 @@ class Folders(NamedTuple):
 def prepare(*args: Any, **options: Any) -> Folders:
     """The folders of the caches that are made."""
     made = prepare_data(*args, **options)
-    return Folders(Path(made.train_cache), Path(made.eval_cache) if made.eval_cache else None)
+    return Folders(Path(made.train_cache), Path(made.eval_caches[""]) if made.eval_caches else None)
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +247,7 @@ def test_a_second_call_is_a_hit(tmp_path: Path, tokenizer_dir: str) -> None:
     assert prepare(wanted, tokenizer_dir, tmp_path, lambda phase, done, total: seen.append(phase)) == made
     assert seen == ["hash"] and made.train.stat().st_mtime_ns == before
     found = cached(wanted, tokenizer_dir, tmp_path)
-    assert found is not None and (found.train_cache, found.eval_cache) == (str(made.train), str(made.eval))
+    assert found is not None and (found.train_cache, found.eval_caches) == (str(made.train), {"": str(made.eval)})
 
 
 def test_what_counts_and_what_does_not(tmp_path: Path, tokenizer_dir: str) -> None:
@@ -326,7 +326,7 @@ def test_two_processes_prepare_at_once(tmp_path: Path, tokenizer_dir: str) -> No
         "import sys, pathlib; from drumline.core.config import Config; from drumline.data.prepare import prepare\n"
         "base = pathlib.Path(sys.argv[1]); config = Config.model_validate_json((base / 'config.json').read_text())\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
-        "made = prepare(config, sys.argv[2], base); print(made.train_cache, made.eval_cache)"
+        "made = prepare(config, sys.argv[2], base); print(made.train_cache, *made.eval_caches.values())"
     )
     command = [sys.executable, "-c", code, str(tmp_path), tokenizer_dir]
     root = Path(__file__).parents[2]

@@ -80,10 +80,11 @@ def test_prepare_makes_a_damaged_cache_again(tmp_path: Path, model: Path) -> Non
         TokenCache.open(folder)
 
 
-@pytest.mark.parametrize("kind", ["train_cache", "eval_cache"])
+@pytest.mark.parametrize("kind", ["train_cache", "eval_caches"])
 def test_a_run_does_not_start_on_a_damaged_cache(tmp_path: Path, model: Path, kind: str) -> None:
     plan, _ = planned(write_config(tmp_path, model))
-    flip(Path(getattr(plan.data, kind)) / "learn.bin")
+    folder = getattr(plan.data, kind)
+    flip(Path(folder if isinstance(folder, str) else folder[""]) / "learn.bin")
     arguments = (Ranks(), None, lambda *_, **__: None, None, [], Goodput(0.0))
     with pytest.raises(DataError, match=r"learn.bin: damaged"):
         build(plan, *arguments)  # type: ignore[arg-type]

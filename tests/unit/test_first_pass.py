@@ -72,13 +72,12 @@ def told(cut: BatchPlan, ranks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[l
             algorithm = Ranked()
             streams = Streams(
                 batches(order, rank, ranks, cut.accumulation, SIZE),
-                lambda rank=rank: batches(np.arange(SAMPLES), rank, ranks, 1, 2 * ranks),  # type: ignore[misc]
+                {"": lambda rank=rank: batches(np.arange(SAMPLES), rank, ranks, 1, 2 * ranks)},
                 lambda _: iter(()),
             )
             made = FirstPass(algorithm, algorithm.first_pass, FakeEngine(), True, "cpu").prepared(streams)
-            assert made.held_out is not None
             found.append(list(made.training))
-            held.append(list(made.held_out()))
+            held.append(list(made.held_out[""]()))
     for of_rank in (*found, *held):
         for batch in of_rank:
             for micro, places in zip(batch.micro_batches, batch.places, strict=True):

@@ -6,6 +6,7 @@ import math
 import random
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from drumline.checkpoint.save import Checkpointer
 from drumline.core.config import Config
 from drumline.core.mesh import Mesh
 from drumline.core.plan import BatchPlan, DataPlan, Plan, Predicted
+from drumline.core.run import EvalConfig
 from drumline.data.batches import TokenBatch
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
@@ -30,7 +32,7 @@ from drumline.telemetry.measure import Measure
 from drumline.telemetry.traffic import Traffic
 from drumline.train.loop import Loop
 from drumline.train.saving import Saver
-from drumline.train.state import Goodput, TrainState
+from drumline.train.state import Goodput, TrainState, judged
 from tests.fake_engine import FakeEngine
 
 STEPS = 6
@@ -74,7 +76,7 @@ def loop(
         engine=engine,
         algorithm=NextToken(0, answers=False),
         stream=(batch(s) for s in steps),
-        held_out=(lambda: iter([batch(0)])) if held_out else None,
+        held_out={"": lambda: iter([batch(0)])} if held_out else {},
         saver=Saver(made, engine, state, checkpointer, emit, gather, flag),
         emit=emit,
         gather=gather,
@@ -112,8 +114,68 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
         "tokens": 12,
         "best": built.state.best,
         "skips": 0,
+        "evaluated": 6,
+        "mark": None,
+        "stale": 0,
         "stream": {},
     }
+
+
+def test_patience(tmp_path: Path) -> None:
+    """The second evaluation is the mark; none after it is better by that much, so the fourth ends the run, and it goes no further."""
+    built, said = loop(tmp_path, eval={"every": 1, "patience": 2, "min_delta": 9.0}, schedule="constant", checkpoint={"keep_best": False})
+    why = built.run()
+    assert [e["step"] for e in of(said, "eval")] == [0, 1, 2, 3] and [e["step"] for e in of(said, "step")] == [1, 2, 3]
+    mark = of(said, "eval")[1]["loss"]
+    assert why == f"loss was not better than {mark:.6g} by more than 9 in 2 evaluations (eval.patience)"
+    assert built.state.best == of(said, "eval")[3]["loss"] < mark == built.state.mark
+    found = newest(tmp_path / "checkpoints", verify=True).path
+    assert found and read_state(found)["trainer"]["stale"] == 2 and [e["step"] for e in of(said, "save")] == [3]
+    built.stream = iter([batch(3)])
+    assert built.run() == why and len(of(said, "step")) == 3
+
+
+def test_an_evaluation_that_a_signal_broke_off_is_made_after_the_resume(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"eval": {"every": 3, "patience": 5}, "checkpoint": {"keep_best": True}}
+    first, said = loop(tmp_path, **sections)
+
+    def signalled() -> Iterator[GlobalBatch]:
+        first.stop_flag.requested = signal.SIGTERM if first.state.step == 3 else 0
+        yield batch(0)
+
+    first.held_out = {"": signalled}
+    with pytest.raises(Preempted):
+        first.run()
+    found = newest(tmp_path / "checkpoints", verify=True).path
+    assert found and [e["step"] for e in of(said, "eval")] == [0]
+    second, said = loop(tmp_path, first.engine, range(3, STEPS), **sections)  # type: ignore[arg-type]
+    vars(second.state).update(read_state(found)["trainer"])
+    second.saver.saved_step = 3
+    second.run()
+    assert [e["step"] for e in of(said, "eval")] == [3, 6] and [e["step"] for e in of(said, "save")] == [3, 6]
+    assert newest(tmp_path / "checkpoints", verify=True).path
+
+
+def test_judged() -> None:
+    options, state = EvalConfig(every=1, patience=9, min_delta=0.5, metric="a", mode="max"), TrainState(step=1)
+    values = [1.0, 1.4, math.nan, 1.6, -math.inf, 2.2]
+    assert [judged({"a": value}, options, state)[1] for value in values] == [True, True, False, True, False, True]
+    assert (state.best, state.mark, state.stale) == (2.2, 2.2, 0)
+    assert judged({"a": 9.0}, options, TrainState()) == (9.0, False), "untrained weights are the base line"
+    with pytest.raises(ConfigError, match=r"eval.metric: no metric 'a' — one of b"):
+        judged({"b": 1.0}, options, state)
+    of_tasks = options.model_copy(update={"metric": "tasks/x/acc"})
+    assert judged({"b": 1.0}, of_tasks, state) == (None, False), "it is not scored each time"
+    with pytest.raises(ConfigError, match="no metric 'tasks/x/acc'"):
+        judged({"tasks/x/f1": 1.0}, of_tasks, state)
+
+
+def test_sets_by_name(tmp_path: Path) -> None:
+    built, said = loop(tmp_path, eval={"every": 100, "metric": "loss"})
+    built.held_out = {"easy": lambda: iter([batch(0)]), "hard": lambda: iter([batch(0), batch(1)])}
+    built.evaluate()
+    (found,) = of(said, "eval")
+    assert found["samples"] == 6 and found["easy/loss"] == found["hard/loss"] == found["loss"] == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize("log_every", [1, 100])

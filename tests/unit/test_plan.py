@@ -213,8 +213,9 @@ def test_schedules() -> None:
 
 def test_keys_of_older_plans_are_read() -> None:
     """A plan.json keeps its version where only names changed."""
-    resolved = plan()
+    resolved = plan().model_copy(update={"data": DataPlan(train_cache="t", eval_caches={"": "e"})})
     old = json.loads(resolved.model_dump_json())
     old["looks_ahead"] = not old.pop("bidirectional")
+    old["data"]["eval_cache"] = old["data"].pop("eval_caches")[""]
     old["predicted"]["learned"] = old["predicted"].pop("trainable")
     assert Plan.model_validate(old) == resolved.model_copy(update={"bidirectional": True})

@@ -34,7 +34,7 @@ def plan_of(folder: Path, model: Path, *overrides: str, **algorithm: Any) -> Pla
 
 def test_a_table_hangs_on_weights_pairs_and_precision(tmp_path: Path, model: Path) -> None:
     plan = plan_of(tmp_path, model)
-    assert plan.data is not None and plan.data.eval_cache is not None
+    assert plan.data is not None and plan.data.eval_caches
 
     def of(other: Plan) -> str:
         assert other.data is not None
@@ -43,7 +43,7 @@ def test_a_table_hangs_on_weights_pairs_and_precision(tmp_path: Path, model: Pat
     first = of(plan)
     assert first == of(plan_of(tmp_path, model, "optimizer.lr=1", "run.seed=3")) == of(plan_of(tmp_path, model, beta=0.7))
     others = {
-        key(plan, plan.data.eval_cache),
+        key(plan, plan.data.eval_caches[""]),
         of(plan_of(tmp_path, model, "precision=bf16")),
         of(plan_of(tmp_path, model, "data.max_length=64")),
         of(plan_of(tmp_path, model, "model.init=random")),

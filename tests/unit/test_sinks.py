@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from drumline.core.run import TrackerConfig
 from drumline.errors import EnvironmentFault
 from drumline.telemetry.events import Event
 from drumline.telemetry.trackers import LIBRARIES, Sink, Tracker, check_installed, metrics, open_sinks
@@ -17,6 +18,11 @@ STEP: dict[str, Any] = {
     "t": 0.0, "kind": "step", "lr": 1e-4, "grad_norm": None, "tokens": 100, "mfu": None, "memory_bytes": [1, 2], "epoch": 0.5,
 }  # fmt: skip
 EVAL: dict[str, Any] = {"t": 0.0, "kind": "eval", "step": 2, "loss": 1.5, "exact_match": 0.5, "samples": 8, "seconds": 1.0}
+SAMPLES: dict[str, Any] = {
+    "t": 0.0, "kind": "samples", "step": 2, "when": "after", "seconds": 0.1,
+    "samples": [{"set": "", "prompt": "Who?", "text": "Nobody.", "answer": None, "ended": True, "tokens": 3}],
+}  # fmt: skip
+ABOUT = TrackerConfig(project="my-project", name="first", group="all", tags=("a", "b"), notes="why")
 CONFIG = {"run": {"seed": 1}, "model": {"config": {"api_key": "secret"}}}
 
 
@@ -61,7 +67,7 @@ def test_steps_done_again_are_shown_once(tmp_path: Path) -> None:
     assert tensorboard_scalars(tmp_path / "tensorboard")["train/loss"] == [(1, 9.0), (2, 8.0), (3, 7.0), (4, 6.5), (5, 5.5)]
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio", "swanlab"])
 def test_a_library_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, LIBRARIES[name][0], None)  # as if it were not installed, where it is
     for check in (lambda: check_installed([name]), lambda: open_sinks([name], tmp_path, {}, "r")):
@@ -104,14 +110,27 @@ def test_a_tracker_that_does_not_start(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().err.count("tensorboard gets no more metrics") == 1
 
 
-# The three below run where the extra is installed; W&B offline, MLflow and trackio on local files.
+def test_tensorboard_shows_samples_and_what_the_run_is_for(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (sink,) = open_sinks(["tensorboard"], tmp_path, CONFIG, "r", options=ABOUT)
+    sink.event(Event.of(SAMPLES))
+    sink.close()
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    texts = {tag: read.Tensors(f"{tag}/text_summary")[0].tensor_proto.string_val[0].decode() for tag in ("run", "samples/0")}
+    assert texts["samples/0"] == "    Who?\n    \n    Nobody." and '"my-project"' in texts["run"] and '"why"' in texts["run"]
+
+
+# Those below run where the extra is installed; W&B and SwanLab offline, MLflow and trackio on local files.
 
 
 def two_attempts(name: str, folder: Path) -> str:
     """A run of three steps that is started again after the second; returns the tracker's id of it."""
     ids = []
-    for events in ([step(1, 5.0), step(2, 4.0), {**EVAL, "step": 1}], [{"kind": "restore", "step": 2}, step(3, 3.0)]):
-        (sink,) = open_sinks([name], folder, CONFIG, "my run")
+    first = [step(1, 5.0), step(2, 4.0), {**EVAL, "step": 1}, SAMPLES]
+    for events in (first, [{"kind": "restore", "step": 2}, step(3, 3.0)]):
+        (sink,) = open_sinks([name], folder, CONFIG, "my run", options=ABOUT)
         for event in events:
             sink.event(Event.of(event))
         assert sink._tracker is not None, "a figure could not be written"
@@ -121,26 +140,55 @@ def two_attempts(name: str, folder: Path) -> str:
     return str(ids[0])
 
 
+@pytest.mark.full
 def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="pip install wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
     identity = two_attempts("wandb", tmp_path)
     files = sorted((tmp_path / "wandb").glob(f"offline-run-*/run-{identity}.wandb"))
     assert len(files) == 2 and b"train/loss" in files[0].read_bytes()
-    assert not any(b"secret" in file.read_bytes() for file in files)
+    assert all(word in files[0].read_bytes() for word in (b"my-project", b"first", b"all", b"why"))
+    (table,) = (tmp_path / "wandb").rglob("*.table.json")
+    assert json.loads(table.read_text())["data"] == [[2, "", "Who?", "Nobody.", None]]
+    written = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
+    assert not any(b"secret" in each or b"0123456789" * 4 in each for each in written)
 
 
+@pytest.mark.full
+def test_swanlab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two folders with one id, which `swanlab sync` puts together: that needs its server, and is not shown here."""
+    pytest.importorskip("swanlab", reason="pip install swanlab")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    monkeypatch.setenv("SWANLAB_API_KEY", "0123456789" * 4)
+    identity = two_attempts("swanlab", tmp_path)
+    files = sorted((tmp_path / "swanlab").glob(f"run-*-{identity}/run-{identity}.swanlab"))
+    assert len(files) == 2 and b"train/loss" in files[0].read_bytes() and b"my-project" in files[0].read_bytes()
+    assert [text.read_text() for text in (tmp_path / "swanlab").rglob("media/text/*.txt")] == ["Nobody."]
+    written = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
+    assert not any(b"secret" in each or b"0123456789" * 4 in each for each in written)
+
+
+@pytest.mark.full
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow", reason="pip install mlflow-skinny sqlalchemy alembic")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.chdir(tmp_path)
     identity = two_attempts("mlflow", tmp_path)
-    history = mlflow.MlflowClient().get_metric_history(identity, "train/loss")
+    client = mlflow.MlflowClient()
+    history = client.get_metric_history(identity, "train/loss")
     assert [(m.step, m.value) for m in history] == [(1, 5.0), (2, 4.0), (3, 3.0)]
+    found = client.get_run(identity)
+    assert client.get_experiment(found.info.experiment_id).name == "my-project" and found.info.run_name == "first"
+    assert (found.data.tags["group"], found.data.tags["tags"], found.data.tags["mlflow.note.content"]) == ("all", "a, b", "why")
+    assert [each.path for each in client.list_artifacts(identity, "samples")] == ["samples/step-00000002.json"]
 
 
+@pytest.mark.full
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
     pytest.importorskip("trackio", reason="pip install trackio")
-    two_attempts("trackio", tmp_path)
-    assert b"train/loss" in (tmp_path / "store" / "drumline.db").read_bytes()
+    assert two_attempts("trackio", tmp_path) == "first"
+    (store,) = (tmp_path / "store").glob("*.db")
+    written = store.read_bytes()
+    assert "my" in store.name and all(word in written for word in (b"train/loss", b"Nobody.", b"all", b"why"))

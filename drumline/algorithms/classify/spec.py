@@ -47,7 +47,7 @@ class ClassifyConfig(AlgorithmSpec):
 
         return LabelledTexts(tokenizer, self.labels, data) if self.modality == "text" else LabelledImages(self.labels)
 
-    def classes(self, train: Any, held_out: Any) -> tuple[str, ...]:
+    def classes(self, train: Any, held_out: list[Any]) -> tuple[str, ...]:
         from drumline.data.encode import classes
 
         return classes(train, held_out, self.labels)

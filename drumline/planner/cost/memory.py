@@ -31,8 +31,9 @@ from drumline.core.facts import (
     rank_params,
 )
 from drumline.core.plan import Layout
-from drumline.core.rollouts import ContinuousGenerator, VLLMGenerator
+from drumline.core.rollouts import ContinuousGenerator, Generator, HFGenerator, VLLMGenerator
 from drumline.core.rule import packed_bits, plain
+from drumline.core.run import MOST_NEW
 from drumline.hardware.cluster import Cluster
 from drumline.planner.cost import fitted
 from drumline.planner.cost.activations import block_of, formula, head_bytes, tower_bytes
@@ -275,24 +276,30 @@ def _frozen(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) -> int:
 
 
 def samples_copy(layout: Layout) -> bool:
-    """Whether rollouts are sampled from a copy of the policy (rl.build): where the policy is sharded, and where its weights
-    are fp32 and continuous batching, which knows no autocast, shall compute in less."""
-    algorithm, mesh = layout.config.algorithm.rollout, layout.mesh
-    if algorithm is None or isinstance(algorithm.generator, VLLMGenerator):
+    """Whether rollouts, and samples and tasks of evaluation, come from a copy of the policy (rl.build): where the policy is sharded, and
+    where its weights are fp32 and continuous batching, which knows no autocast, shall compute in less."""
+    generator = generator_of(layout)
+    if generator is None or isinstance(generator, VLLMGenerator):
         return False
-    whole = layout.strategy.whole_weights and plain(mesh)
-    return not whole or (isinstance(algorithm.generator, ContinuousGenerator) and layout.precision != "fp32")
+    whole = layout.strategy.whole_weights and plain(layout.mesh)
+    return not whole or (isinstance(generator, ContinuousGenerator) and layout.precision != "fp32")
+
+
+def generator_of(layout: Layout) -> Generator | None:
+    """What samples completions, of rollouts or at evaluations; None: nothing does."""
+    rollout, options = layout.config.algorithm.rollout, layout.config.eval
+    if rollout is not None:
+        return rollout.generator
+    return HFGenerator(max_new_tokens=options.max_new_tokens or MOST_NEW) if options.generates else None
 
 
 def _rollout(layout: Layout, facts: ModelFacts) -> float:
     """Keys and values of all sequences that are sampled side by side, and logits of their last tokens."""
-    algorithm = layout.config.algorithm.rollout
-    if algorithm is None:
+    algorithm, generator, width = layout.config.algorithm.rollout, generator_of(layout), WIDTH[layout.precision]
+    if generator is None or isinstance(generator, VLLMGenerator):
         return 0.0
-    generator, width = algorithm.generator, WIDTH[layout.precision]
-    if isinstance(generator, VLLMGenerator):
-        return 0.0
-    sequences = min(generator.batch, math.ceil(algorithm.minibatches * layout.batch.global_samples / layout.mesh.world_size))
+    wanted = layout.config.eval.samples if algorithm is None else algorithm.minibatches * layout.batch.global_samples
+    sequences = min(generator.batch, math.ceil(wanted / layout.mesh.world_size))
     cache = 2.0 * facts.layers * block_of(facts).keys * width * layout.length * sequences
     logits = 3.0 * FULL * sequences * facts.vocab_size
     # The prompts' own forward, whose activations nobody keeps.

@@ -70,7 +70,7 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
     phases = [
         (phase, f"{bytes_ / GB:.2f}", PHASES.get(phase, "") + (" ← the peak" if bytes_ == estimate.memory.peak else ""))
         for phase, bytes_ in estimate.memory.phases.items()
-        if phase != "rollout" or found.layout.config.algorithm.rollout is not None
+        if phase != "rollout" or found.layout.config.algorithm.rollout is not None or found.layout.config.eval.generates
     ]
     parts = [
         ("What runs", _runs(found, question.facts)),

@@ -1,0 +1,133 @@
+"""Keys of evaluation: mistakes are one line before a rank is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.core.load import load
+from drumline.errors import ConfigError, DataError, EnvironmentFault, PlanError, UserError
+from drumline.train.setup import Request, make_plan
+from drumline.train.tasks import manager_of, metrics_of, require
+from tests.harness import labelled_rows, write_config, write_rows
+from tests.tiny import tiny_model_dir
+
+MISTAKES = {
+    "eval.patience=2": "patience counts evaluations: set every",
+    "eval.min_delta=0.1": "min_delta is for patience",
+    "eval.patience=0": "0 given",
+    "eval.samples=-1": "0 or more is wanted",
+    "eval.samples=1001": "1000 or less is wanted",
+    "eval.max_new_tokens=5": "max_new_tokens is for samples",
+    "eval.tasks_limit=5": "are for tasks: name some",
+    "eval={tasks: [a], every: 2, tasks_every: 3}": "tasks_every must be a multiple of every",
+    "eval={tasks: [a], tasks_every: 3}": "tasks_every must be a multiple of every",
+    "eval.metric=hard/los": "measures no 'hard/los' — one of loss, token_accuracy, exact_match, hard/loss",
+    "eval.metric=easy/loss": "measures no 'easy/loss' — one of loss, token_accuracy, exact_match, hard/loss",
+    "eval.metric=tasks/x/acc": "measures no 'tasks/x/acc'",
+    "data.eval={easy: eval.jsonl}": "easy is no list of sources",
+    "data.eval={easy: []}": "easy is no list of sources",
+    "data.eval={reward: [{kind: file, path: eval.jsonl}]}": "no evaluation set is called reward",
+    "data.eval={a b: [{kind: file, path: eval.jsonl}]}": "'a b' is not written as it must be",
+    "data.train=[{kind: file, path: train.jsonl, set: a}]": "it is for sources of data.eval",
+    "run.tracker.project=../x": "project",
+    "run.tracker.tags=[a/b]": "tags",
+    "run={report_to: [swanlab], tracker: {project: my project}}": "SwanLab's projects have",
+    "run.tracker.colour=red": "unknown key 'colour'",
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluation")
+    path = write_config(folder, tiny_model_dir(folder / "model", layers=1))
+    path.write_text(path.read_text().replace("eval.jsonl", "eval.jsonl\n    set: hard", 1))
+    return path
+
+
+@pytest.mark.parametrize("override", MISTAKES)
+def test_a_mistake_is_one_line(config: Path, override: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(config, [override])
+    assert MISTAKES[override] in error.value.line() and "\n" not in error.value.line()
+
+
+def plan(config: Path, *overrides: str, dry_run: bool = True) -> Any:
+    return make_plan(Request(load(config, [*overrides]), world_size=2), on_progress=lambda *_: None, dry_run=dry_run)
+
+
+def test_what_cannot_be_written_is_refused_in_the_plan(config: Path) -> None:
+    for overrides, line in (
+        (["eval.samples=2", "data.eval=[]"], "eval.samples × no held-out rows"),
+        (["eval.samples=2", "algorithm=classify", "data.packing=false"], "eval.samples × a model without text"),
+        (["eval.tasks=[a.yaml]", "algorithm=classify", "data.packing=false"], "eval.tasks × a model without text"),
+        (["eval.samples=2", "strategy=fsdp2", "adapter={kind: lora, quantize: 4bit}"], "QLoRA × eval.samples of a cut model"),
+    ):
+        with pytest.raises(PlanError) as error:
+            plan(config, *overrides)
+        assert line in error.value.line(), error.value.line()
+    rows = write_rows(config.parent / "labels.jsonl", labelled_rows(4))
+    assert rows.exists() and plan(config, "eval.samples=2").config.eval.generates
+
+
+def test_the_planner_counts_the_copy(config: Path) -> None:
+    without, with_samples = (plan(config, "strategy=fsdp2", *more).predicted.estimate.memory for more in ([], ["eval.samples=2"]))
+    whole = 4 * plan(config).predicted.parameters
+    assert with_samples.buffers - without.buffers == whole
+    alone, beside = (plan(config, "strategy=ddp", *more).predicted.estimate.memory for more in ([], ["eval.samples=2"]))
+    assert alone.buffers == beside.buffers
+
+
+def test_prompts_that_leave_no_room(config: Path) -> None:
+    with pytest.raises(DataError, match=r"data.eval.hard: no prompt leaves room for 100000 tokens in the model's \d+ positions"):
+        plan(config, "eval={samples: 2, max_new_tokens: 100000}", dry_run=False)
+
+
+TASK = """
+task: mine
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {rows}}}}}
+validation_split: validation
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: ["drum", "line"]
+doc_to_target: "{{{{label}}}}"
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+@pytest.mark.full
+def test_tasks_are_looked_at_before_the_start(config: Path) -> None:
+    pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+    rows = write_rows(config.parent / "rows.jsonl", [{"question": f"{n}?", "label": n % 2} for n in range(4)])
+    (config.parent / "mine.yaml").write_text(TASK.format(rows=rows))
+    (config.parent / "torn.yaml").write_text("task: [")
+    (config.parent / "no_data.yaml").write_text(TASK.format(rows=config.parent / "nowhere.jsonl"))
+    for options, line in (
+        ("eval={tasks: [mine.yaml], metric: tasks/mine/acc}", None),
+        ("eval={tasks: [mine.yaml], metric: tasks/mine/f1}", "no task has 'tasks/mine/f1' — one of tasks/mine/acc"),
+        ("eval={tasks: [lost.yaml]}", "there is no file"),
+        ("eval={tasks: [torn.yaml]}", "lm-eval failed: "),
+        ("eval={tasks: [no_data.yaml]}", "lm-eval failed: "),
+        ("eval={tasks: [no_such_task_anywhere]}", "lm-eval has no task 'no_such_task_anywhere'"),
+    ):
+        wanted = load(config, [options]).config.eval
+        if line is None:
+            require(wanted, config.parent)
+            continue
+        with pytest.raises(UserError) as error:
+            require(wanted, config.parent)
+        assert line in error.value.line() and "\n" not in error.value.line()
+
+
+def test_without_lm_eval(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EnvironmentFault, match=r"eval.tasks: the package lm-eval is missing — pip install lm-eval"):
+        manager_of(load(config, ["eval.tasks=[a]"]).config.eval, config.parent)
+
+
+def test_metrics_of_the_harness() -> None:
+    found = {"gsm8k": {"alias": "gsm8k", "exact_match,strict": 0.5, "exact_match_stderr,strict": "N/A", "acc,none": 1}}
+    assert metrics_of(found) == {"gsm8k": {"exact_match strict": 0.5, "acc": 1.0}}
