@@ -229,7 +229,9 @@ def _by_set(value: Any, base_dir: Path | None = None) -> Any:
     for name, sources in value.items():
         sources = _ONE.long(sources)
         if not isinstance(sources, list) or not sources:
-            raise ValueError(f"{name} has no sources: write a path, a list, or sets by name: {{easy: easy.jsonl, hard: [a.jsonl, b.jsonl]}}")
+            raise ValueError(
+                f"{name} has no sources: write a path, a list, or sets by name: {{easy: easy.jsonl, hard: [a.jsonl, b.jsonl]}}"
+            )
         full = [SourceSpec.long(each, base_dir) for each in sources]
         found += [{**each, "set": name} if isinstance(each, Mapping) else each for each in full]
     return found
@@ -244,7 +246,7 @@ def in_full(data: Any, base_dir: Path) -> Any:
     data = DATA_ALONE.long(data)
     if not isinstance(data, dict):
         return data
-    found = {key: _ONE.long(data[key]) for key in ("train", "eval") if key in data}
+    found = {"train": _ONE.long(data["train"])} if "train" in data else {}
     with suppress(ValueError):  # the check of the section says it
         found |= {"eval": _by_set(data["eval"], base_dir)} if "eval" in data else {}
     return {
@@ -256,7 +258,8 @@ def in_full(data: Any, base_dir: Path) -> Any:
 class DataConfig(Section):
     train: Sources = Field(min_length=1, description="Sources of training rows; they are concatenated. One may be a path alone.")
     eval: Annotated[list[Source], SETS] = Field(
-        default_factory=list, description="Held-out rows: sources as for train, or evaluation sets by name: {easy: easy.jsonl, hard: [...]}."
+        default_factory=list,
+        description="Held-out rows: sources as for train, or evaluation sets by name: {easy: easy.jsonl, hard: [...]}.",
     )
     holdout: Amount = Field(0, description="Without `eval`: hold out this many training rows, chosen by a hash of their content.")
     max_length: int = Field(1024, gt=1, le=10**8, description="Maximum tokens of a training sequence or a pack.")
