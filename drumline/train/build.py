@@ -76,8 +76,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         with goodput.spend("restore"):
             state = start.restore(engine, emit, time.time() - searched)
     gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank))
-    rollouts, back = None, None
-    held_out: dict[str, Batches] = {}
+    rollouts, back, held_out = None, None, dict[str, Batches]()
     training: Iterable[GlobalBatch]
     if (rollout := config.algorithm.rollout) is not None:
         from drumline.train.reinforced import reinforced  # what generates takes a second to import
@@ -87,7 +86,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         algorithm = config.algorithm.build_in(Path(plan.base_dir))
         is_new = not (start and start.path)
         training, held_out, back = _streams(plan, ranks, engine, algorithm, state, is_new, gather, emit, stop_flag)
-    answers, tasks = (None, None) if not config.eval.generates else _written(plan, engine, rollouts, device, emit)
+    answers, tasks = _written(plan, engine, rollouts, device, emit)
     _agree_on(verification)
     goodput.end_part("data")
     saved = state.step if start and start.path and checkpointer.is_kept(start.path) else -1
@@ -147,6 +146,8 @@ def _streams(
 
 def _written(plan: Plan, engine: Engine, rollouts: Any, device: str, emit: Emit) -> tuple[Any, Any]:
     """What answers held-out prompts, and what scores tasks, by the sampler of rollouts where there is one; None for what is not set."""
+    if not plan.config.eval.generates:
+        return None, None
     from drumline.train import sampling  # what generates takes a second to import
     from drumline.train.tasks import Tasks
 
