@@ -62,6 +62,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
     verification = _verification(plan, ranks)
     start, began = None, time.time()
     memory = memory_of(plan, resume == "newest") if plan.saves else None
+    state = TrainState()
     if resume is not None:
         with goodput.spend("restore"):
             start = Start.find(plan, resume, memory)
@@ -71,7 +72,6 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
     checkpointer = checkpointer_of(plan, config.eval.mode)
     if memory is not None:
         memory.begin()
-    state = TrainState()
     if start is not None:
         with goodput.spend("restore"):
             state = start.restore(engine, emit, time.time() - searched)
@@ -84,13 +84,12 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         algorithm, rollouts, training = reinforced(plan, rollout, ranks, engine, state, device, emit)
     else:
         algorithm = config.algorithm.build_in(Path(plan.base_dir))
-        is_new = not (start and start.path)
-        training, held_out, back = _streams(plan, ranks, engine, algorithm, state, is_new, gather, emit, stop_flag)
+        fresh = start is None or start.path is None
+        training, held_out, back = _streams(plan, ranks, engine, algorithm, state, fresh, gather, emit, stop_flag)
     answers, tasks = _written(plan, engine, rollouts, device, emit)
     _agree_on(verification)
     goodput.end_part("data")
     saved = state.step if start and start.path and checkpointer.is_kept(start.path) else -1
-    traffic = Traffic(config.strategy.step_kind, device)
     return Loop(
         plan=plan,
         engine=engine,
@@ -110,7 +109,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         memory_bytes=lambda: torch.cuda.max_memory_allocated() if plan.device == "cuda" else process_bytes()["VmRSS"],
         state=state,
         goodput=goodput,
-        measure=Measure(plan, lambda: stats_with_frozen(engine), gather, emit, traffic),
+        measure=Measure(plan, lambda: stats_with_frozen(engine), gather, emit, Traffic(config.strategy.step_kind, device)),
         seen_step=max(series(past, "loss"), default=0),
     )
 
