@@ -97,7 +97,7 @@ def split(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def points(axes: Sequence[Axis], number: int | None, seed: int) -> Iterator[Point]:
+def points(axes: Sequence[Axis], number: int | None, seed: int, seeds: int = 1) -> Iterator[Point]:
     """All combinations of all values, or `number` different ones that are drawn: the same for the same seed, and the first of more. Raises
     UserError for a range without a number, and for too many."""
     if number is not None:
@@ -112,7 +112,7 @@ def points(axes: Sequence[Axis], number: int | None, seed: int) -> Iterator[Poin
     if ranges := [axis.key for axis in axes if not axis.values]:
         fix = "give the number of draws with --random N or --optuna N, or values with commas"
         raise UserError(f"{ranges[0]} has a range, and a grid needs values", where="drumline sweep", fix=fix)
-    count = math.prod(len(axis.values) for axis in axes)
+    count = seeds * math.prod(len(axis.values) for axis in axes)
     if count > MOST_TRIALS:
         raise UserError(f"{count:,} trials, of at most {MOST_TRIALS:,}", where="drumline sweep", fix="draw some of them with --random N")
     yield from itertools.product(*([(axis.key, value) for value in axis.values] for axis in axes))

@@ -111,6 +111,8 @@ def bench(config: Path, overrides: list[str], options: Options) -> int:
     shapes = [(nproc, nodes) for nodes in options.nodes or (None,) for nproc in options.nproc]
     cases = [Case(strategy, *shape) for strategy in options.strategies or ("",) for shape in shapes]
     spelling = {strategy: [spell(strategy)] if strategy else [] for strategy in options.strategies or ("",)}
+    for given in spelling.values():
+        read_config([*overrides, *given])  # a strategy that there is not is a mistake, one that does not run is a row
     folder = options.to or Path("runs") / f"{config.stem}-bench"
     if claim(folder, MARK, "bench"):
         for old in folder.glob("*-round*"):

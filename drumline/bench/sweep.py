@@ -72,7 +72,7 @@ class Sweep:
 
     def points(self) -> Iterator[Point]:
         number = self.options.random
-        return points(self.searched, number, self.loaded.config.run.seed) if self.searched else iter([()])
+        return points(self.searched, number, self.loaded.config.run.seed, len(self.seeds)) if self.searched else iter([()])
 
     def claim(self) -> None:
         """Make the folder. Raises EnvironmentFault for one that holds something else, ConfigError for a sweep of another config."""

@@ -19,6 +19,7 @@ from drumline.models.export import export, exported
 from drumline.telemetry.events import Eval, EventLog, Step
 from tests.hub import Hub, serving
 from tests.tiny import tiny_model_dir
+from tests.unit.test_adapters import adapted, move, run_of
 from tests.unit.test_models_export import save_steps, write_plan
 
 TOKEN = "hf_" + "secret" * 5
@@ -147,3 +148,16 @@ def test_weights_that_a_type_cannot_hold_are_refused(run: Path, tmp_path: Path) 
     with pytest.raises(DrumlineError, match=r"rounded to fp16 it is another model.*--dtype fp32"):
         export(run, tmp_path / "out", 9, dtype="fp16")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_goes_alone_or_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tiny_model_dir(tmp_path / "model")
+    run = run_of(tmp_path, folder, move(adapted(folder)))
+    push(run, "me/tiny", private=False, adapter=True, dry_run=True, trust=False)
+    out = capsys.readouterr().out
+    assert "adapter_model.safetensors" in out and " model.safetensors" not in out and "License\nNot known" in out
+    card = front(out[out.index("---") :])
+    assert card["library_name"] == "peft" and "license" not in card and "base_model" not in card, "a folder is no id of the hub"
+    assert exported(run, True, lambda *_: None) == run / "export", "it is not written twice"
+    merged = exported(run, False, lambda *_: None)
+    assert merged == run / "merged" == exported(run, False, lambda *_: None) and (merged / "config.json").exists()

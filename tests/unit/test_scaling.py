@@ -65,6 +65,8 @@ def test_what_is_wrong_is_a_line(tmp_path: Path) -> None:
         bench(config, ["run.stepz=1"], Options((1,)))
     with pytest.raises(UserError, match="is no strategy"):
         bench(config, [], Options((1,), ("ddp tp",)))
+    with pytest.raises(UserError, match="did you mean 'fsdp2'"):
+        bench(config, [], Options((1,), ("fdsp2",)))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "x").write_text("mine")
     with pytest.raises(UserError, match="not a bench"):

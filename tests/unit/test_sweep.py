@@ -83,18 +83,17 @@ def test_names_of_folders_are_names(tmp_path: Path) -> None:
         (["run.dir=a,b"], "cannot be swept"),
         (["launch.kind=ssh,local"], "--on slurm"),
         (["run.seed=0..9"], "write seeds out"),
+        (["--random", "run.seed=0,1"], "nothing to draw but seeds"),
         (["optimizer.lr=1e-3"], "nothing to sweep over"),
         (["optimizer.lr=[1,2"], "not readable as YAML"),
-        (["run.steps=" + ",".join(map(str, range(1, 200))), "run.seed=" + ",".join(map(str, range(200)))], ""),
+        (["run.steps=" + ",".join(map(str, range(1, 200))), "run.seed=" + ",".join(map(str, range(200)))], "of at most"),
         (["run.steps=" + ",".join(map(str, range(1, 200))), "data.max_length=" + ",".join(map(str, range(2, 200)))], "of at most"),
     ],
 )
 def test_what_is_wrong_is_a_line_before_anything_starts(config: Path, given: list[str], says: str, tmp_path: Path) -> None:
-    if not says:  # 199 points, over 200 seeds
-        assert sweep(config, given, Options(to=tmp_path / "sweep", dry_run=True)) == 0
-        return
     with pytest.raises(UserError) as found:
-        sweep(config, given, Options(to=tmp_path / "sweep", dry_run=True))
+        draw = 3 if given[0] == "--random" else None
+        sweep(config, [each for each in given if each != "--random"], Options(draw, to=tmp_path / "sweep", dry_run=True))
     assert says in found.value.line() and not (tmp_path / "sweep").exists()
 
 
@@ -140,7 +139,7 @@ def test_optuna_goes_on_where_it_was(config: Path, tmp_path: Path) -> None:
     from drumline.bench.optuna_study import Study
 
     axes = axes_of(["optimizer.lr=log:1e-6..1e-2", "schedule=cosine,linear"])
-    made = Sweep(config, ["optimizer.lr=1,2"], Options(to=tmp_path))
+    made = Sweep(config, ["optimizer.lr=log:1e-6..1e-2", "schedule=cosine,linear"], Options(optuna=6, to=tmp_path))
 
     def value(point: Any) -> float:
         return (math.log10(float(dict(point)["optimizer.lr"])) + 4) ** 2
