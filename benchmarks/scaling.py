@@ -41,9 +41,10 @@ def main() -> None:
                 for ranks in (1, 2):
                     seconds[name][ranks].append(measured(plans[name, ranks], name, ranks, options.steps))
                     print(number, name, ranks, seconds[name][ranks][-1], flush=True)
-    figures = {name: summary(each) for name, each in seconds.items()}
+            figures = {name: summary(each) for name, each in seconds.items()}
+            head = {"shape": strategy_overhead.SHAPE, "rounds": number + 1, "load_before_each_round": loads}
+            common.write({**head, "strategies": figures}, options.out)  # so far
     print(json.dumps(figures, indent=1))
-    common.write({"shape": strategy_overhead.SHAPE, "load_before_each_round": loads, "strategies": figures}, options.out)
 
 
 def planned(root: Path, name: str, ranks: int) -> Path:

@@ -91,10 +91,9 @@ class Trials:
         """A trial that was killed goes on from its newest checkpoint; without one it begins again."""
         if self.slurm and queue.queued_job(trial.folder):
             return Running(trial, None, None, True)
-        began = (trial.folder / "plan.json").exists()
-        if began and not any((trial.folder / "checkpoints").glob("step-*")) and runs.states(trial.folder)[0].state != "running":
+        began = any((trial.folder / "checkpoints").glob("step-*")) or any(each.state == "running" for each in _states(trial.folder))
+        if not began and trial.folder.exists():
             remove(trial.folder)
-            began = False
         log = log_of(trial)
         log.parent.mkdir(parents=True, exist_ok=True)
         arguments = [str(self.config), *self.common, *overrides_of(trial.point), f"run.dir={trial.folder}", *["--resume"] * began]
@@ -105,6 +104,10 @@ class Trials:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(visible[place * share : (place + 1) * share])
         file = log.open("w", encoding="utf-8")
         return Running(trial, start_command([sys.executable, *tied("drumline", "train", *arguments)], env, file), file, self.slurm)
+
+
+def _states(folder: Path) -> list[runs.State]:
+    return runs.states(folder) if runs.is_run(folder) else []
 
 
 @dataclass
