@@ -10,6 +10,7 @@ differently once others follow (it drops the reasoning of old turns), the turn's
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -193,7 +194,8 @@ class Encoder:
                 start, stop = self._span(messages, index, text, row)
                 learn[slice(*self._close(tokens, tokens.at(start, row.origin), tokens.at(stop, row.origin)))] = 1
         if self.reasoning == "mask":
-            _mask_thoughts(tokens, learn, row.origin, begun=not self.learn_all)
+            own = [message[key].strip() for message in messages for key in self.reasoning_keys if isinstance(message.get(key), str)]
+            _mask_thoughts(tokens, learn, row.origin, not self.learn_all, [thought for thought in own if thought])
         return Example(ids, learn)
 
     def _reasoned(self, message: dict[str, Any], index: int, row: Row) -> dict[str, Any]:
@@ -318,9 +320,10 @@ def _without_thoughts(text: str, what: str, origin: str) -> str:
     return rest
 
 
-def _mask_thoughts(tokens: _Tokens, learn: npt.NDArray[np.uint8], origin: str, begun: bool = True) -> None:
-    """Take reasoning out of the targets. `begun`: a stretch of targets may begin within it. Raises DataError."""
-    if "think>" not in tokens.text:
+def _mask_thoughts(tokens: _Tokens, learn: npt.NDArray[np.uint8], origin: str, begun: bool = True, own: Sequence[str] = ()) -> None:
+    """Take reasoning out of the targets. `begun`: a stretch of targets may begin within it; `own`: reasoning that the template writes
+    in a form of its own. Raises DataError."""
+    if "think>" not in tokens.text and not own:
         return
     if tokens.starts is None:
         fix = "use a model whose tokenizer has a fast version, or set data.reasoning to keep or drop"
@@ -330,6 +333,7 @@ def _mask_thoughts(tokens: _Tokens, learn: npt.NDArray[np.uint8], origin: str, b
     for start, stop in edges.reshape(-1, 2).tolist():
         begin, part = int(ends[start]), tokens.text[ends[start] : ends[stop]]
         found = [*(_BEGUN.finditer(part) if begun else ()), *_THOUGHT.finditer(part)]
+        found += [match for thought in own for match in re.finditer(re.escape(thought), part)]
         for match in found:
             learn[max(start, tokens.at(begin + match.start(), origin)) : tokens.at(begin + match.end(), origin)] = 0
         if "<think>" in part[max((match.end() for match in found), default=0) :]:

@@ -180,6 +180,8 @@ def test_a_template_that_renders_reasoning_does_it_itself() -> None:
     row = Row("r:1", {"messages": [ASK, {"role": "assistant", "content": "Two.", "reasoning_content": "so"}]})
     assert "(so)Two." in of.decode(encoder(of).encode(row).tokens.tolist())
     assert "so" not in of.decode(encoder(of, reasoning="drop").encode(row).tokens.tolist())
+    pieces = [HEAD, "(", "so", ")Two.<|im_end|>", "\n"]
+    require(of, encoder(of, reasoning="mask").encode(row), pieces)
 
 
 @pytest.mark.parametrize("reasoning", ["drop", "mask"])
