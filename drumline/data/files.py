@@ -7,6 +7,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import zipfile
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import IO, Any
@@ -160,6 +161,9 @@ def _excel(file: DataFile, source: FileSource) -> Iterator[Raw]:
     except ImportError as error:
         raise EnvironmentFault(f"{error}", where=file.name, fix="pip install openpyxl pandas") from None
     with file.open(anywhere=True) as stream, judged("not an Excel file", file.name, DataError):
+        with zipfile.ZipFile(stream) as parts:
+            if sum(part.file_size for part in parts.infolist()) > MOST_ARRAY:
+                raise DataError(f"unpacks to more than {MOST_ARRAY // MIB} MiB", where=file.name, fix="write the rows into a .csv")
         book = pandas.ExcelFile(stream, engine="openpyxl")
         sheets = [str(name) for name in book.sheet_names]
         if source.sheet not in sheets and (source.sheet is not None or len(sheets) > 1):

@@ -16,6 +16,8 @@ A null or empty column counts as absent. Columns that a format does not use stay
 from __future__ import annotations
 
 import difflib
+import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -213,7 +215,13 @@ def _alpaca(there: Values, wants: str, origin: str) -> Found | None:
     used = ({"instruction", "history", *([context] if context else [])} & there.keys()) | systems
     if not messages and "history" not in used:
         return _completed(prompt_text, there, used, wants, answer)
-    for turns in there.get("history", ()):
+    history = there.get("history", [])
+    if isinstance(history, str):  # of a table
+        try:
+            history = json.loads(history)
+        except (ValueError, RecursionError):
+            history = None
+    for turns in history if isinstance(history, list) else [None]:
         if not isinstance(turns, list | tuple) or len(turns) != 2:
             raise DataError("`history` holds what is no pair of a question and its answer", where=origin)
         messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turns, strict=True)]
@@ -253,7 +261,7 @@ def _verdict(there: Values, wants: str, origin: str) -> Found | None:
     one, other, column, marks = names
     verdict = there[column]
     if marks is SIGN and isinstance(verdict, int | float):
-        verdict = "tie" if not verdict else SIGN[verdict > 0]
+        verdict = SIGN[verdict > 0] if verdict and math.isfinite(verdict) else "tie"
     better = str(verdict).lower().removeprefix("model_").removeprefix("response_")
     if better.startswith(TIES):
         raise Tie
@@ -284,7 +292,9 @@ def _ranked(there: Values, wants: str, origin: str) -> Found | None:
     try:
         numbers = [-float(mark) if column in BEST_LOW else float(mark) for mark in marks]
     except (TypeError, ValueError):
-        raise DataError(f"{column!r} of the answers are no numbers", where=origin) from None
+        numbers = [math.nan]
+    if not all(map(math.isfinite, numbers)):
+        raise DataError(f"{column!r} of the answers are no numbers", where=origin)
     best, worst = numbers.index(max(numbers)), numbers.index(min(numbers))
     if best == worst:
         raise Tie
@@ -315,7 +325,8 @@ def _headed(prompt: Any, there: Values) -> tuple[Any, set[str]]:
 
 
 def _answer(there: Values, wants: str, origin: str) -> Found | None:
-    prompt, answer = _first(there, PROMPTS, str | list), _first(there, ANSWERS, str | list)
+    talks = (name for name in ANSWERS if isinstance(there.get(name), list) and isinstance(there[name][0], Mapping))
+    prompt, answer = _first(there, PROMPTS, str | list), _first(there, ANSWERS) or next(talks, None)
     if wants in ("pair", "class") or prompt is None or (answer is None and wants != "prompt"):
         return None
     context = None if prompt == "input" else _first(there, CONTEXTS)
