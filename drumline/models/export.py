@@ -224,8 +224,9 @@ def _save_reader(plan: Plan, model: ModelConfig, module: Any, folder: Path) -> N
     tokenizer.save_pretrained(folder)
     if model.chat_template is not None and (generation := getattr(module, "generation_config", None)) is not None:
         ends = generation.eos_token_id
-        ends = {*end_ids(tokenizer), *(ends if isinstance(ends, list) else [] if ends is None else [ends])}
-        generation.eos_token_id = sorted(ends) if len(ends) > 1 else next(iter(ends), None)
+        ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        if more := sorted(end_ids(tokenizer) - set(ends)):
+            generation.eos_token_id = [*ends, *more]
     place = tokenizer_folder(plan.model_path or model.tokenizer or "")
     for name in PROCESSOR_FILES if place else ():
         if found := find_file(place, name, model, _raise_exceptions_for_connection_errors=False):

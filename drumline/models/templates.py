@@ -9,7 +9,7 @@ from typing import Any
 
 from drumline.core.model import TEMPLATES
 from drumline.core.registry import nearest
-from drumline.errors import ModelError
+from drumline.errors import ConfigError, ModelError
 from drumline.foreign import read_text
 from drumline.models.rendering import MOST_SOURCE
 
@@ -18,15 +18,13 @@ _NEEDS = re.compile(r"\{#-?[^#]*?special tokens:([^#]*?)-?#\}")
 
 
 def read_template(name: str) -> str:
-    """The text of a template by its name, or of a Jinja file. Raises ModelError."""
-    fix = f"model.chat_template is one of {', '.join(TEMPLATES)}, or the path of a Jinja file"
-    guess = nearest(Path(name).name, TEMPLATES)
-    return read_text(
-        FOLDER / f"{name}.jinja" if name in TEMPLATES else Path(name),
-        ModelError,
-        f"did you mean {guess}? {fix}" if guess else fix,
-        MOST_SOURCE,
-    )
+    """The text of a template by its name, or of a Jinja file. Raises ConfigError for one that is not there, ModelError for no text."""
+    path = FOLDER / f"{name}.jinja" if name in TEMPLATES else Path(name)
+    if not path.is_file():
+        fix = f"{', '.join(TEMPLATES)}, or the path of a Jinja file, relative to the folder of the YAML"
+        guess = nearest(path.name, TEMPLATES)
+        raise ConfigError(f"no such file: {path}", where="model.chat_template", fix=f"did you mean {guess}? {fix}" if guess else fix)
+    return read_text(path, ModelError, most=MOST_SOURCE)
 
 
 def set_template(tokenizer: Any, name: str) -> None:

@@ -14,7 +14,7 @@ from drumline.core.model import TEMPLATES, ModelConfig
 from drumline.data.fingerprint import cache_key
 from drumline.data.sources import Row
 from drumline.data.templates import Encoder
-from drumline.errors import DataError, ModelError
+from drumline.errors import ConfigError, DataError, ModelError
 from drumline.models.load import load_tokenizer
 from drumline.models.templates import FOLDER, end_ids, set_template
 from tests.chat import TALK, WRITTEN, im, require
@@ -220,10 +220,10 @@ def test_a_name_or_a_file(tmp_path: Path) -> None:
         assert bool(load_tokenizer(str(folder), config.model).chat_template)
     assert len(keys) == 4
     for wrong, says in (
-        ("chatmll", "did you mean chatml? model.chat_template is one of chatml, llama-3"),
+        ("chatmll", "did you mean chatml? chatml, llama-3"),
         ("gone.jinja", "or the path of a Jinja file"),
     ):
-        with pytest.raises(ModelError, match="no such file") as caught:
+        with pytest.raises(ConfigError, match=r"model\.chat_template: no such file: ") as caught:
             load_tokenizer(str(folder), load(path, [f"model.chat_template={wrong}"]).config.model)
         assert says in caught.value.line()
     (tmp_path / "mine.jinja").write_text("{#- special tokens: <|gone|> #}\n" + CHATML)

@@ -21,6 +21,7 @@ from drumline.models import export as module
 from drumline.models.build import build_model
 from drumline.models.export import export
 from drumline.models.shards import canonical_tensors
+from drumline.models.templates import read_template
 from tests.tiny import CHATML, tiny_model_dir
 
 TEMPLATE = CHATML + "{# own #}"
@@ -96,6 +97,18 @@ def test_the_checkpoint_that_was_asked_for(run: Path, tmp_path: Path, which: Any
     assert origin.pop("torch") == torch.__version__ and origin.pop("transformers")
     assert origin == {"drumline": __version__, "run": str(run), "checkpoint": f"step-{step:08d}", "step": step, "dtype": "fp32"}
     assert left_over(tmp_path) == []
+
+
+def test_texts_end_where_a_template_ends_answers(tmp_path: Path) -> None:
+    """A base model ends texts by <|endoftext|>; what was trained with chatml also by <|im_end|>, for whatever serves the folder."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    folder = tiny_model_dir(tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    save_steps(tmp_path / "run", write_plan(tmp_path / "run", {"id": str(folder), "chat_template": "chatml"}, str(folder)), [1.0])
+    out = export(tmp_path / "run", tmp_path / "out", "last").path
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [0, 2]
+    assert AutoTokenizer.from_pretrained(out).chat_template == read_template("chatml")
 
 
 def test_all_that_goes_with_the_weights(run: Path, tmp_path: Path) -> None:
