@@ -14,6 +14,7 @@ from drumline.report.sections import Drawings
 from drumline.telemetry.truth import OFF
 
 COUNTED = ("productive", "recompute", "startup", "restore", "save", "eval", "other")  # of goodput
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "peak", "reserved")  # of memory
 MOST_EPISODES = 400
 
 
@@ -27,14 +28,12 @@ def times(run: RunFacts, drawings: Drawings) -> Html | None:
         lost = len(run.attempts) - len(ended)
         note = f"{lost} of {len(run.attempts)} attempts ended before they could write theirs" if lost else ""
         rows = [name for name, _ in ended]
-        made.append(drawings.add({"kind": "bars", "title": "Seconds of rank 0 by purpose", "rows": rows, "series": series, "note": note}))
+        made.append(drawings.add("bars", "Seconds of rank 0 by purpose", note, rows=rows, series=series))
     if phases := {name: seconds for name, seconds in run.phases.items() if any(second > 0 for second in seconds)}:
         ranks = max(map(len, phases.values()))
         note = "by the clock of the host: on a GPU, whose work is queued, its time is in the phase that waits for it"
         values = [[seconds[rank] if rank < len(seconds) else None for rank in range(ranks)] for seconds in phases.values()]
-        made.append(
-            drawings.add({"kind": "heat", "title": "Seconds by phase and rank", "rows": list(phases), "values": values, "note": note})
-        )
+        made.append(drawings.add("heat", "Seconds by phase and rank", note, rows=list(phases), values=values))
     parts = {"data": "data_s", "compute": "compute_s", "waiting for other ranks": "comm_s"}
     lines = [
         {"name": name, "color": place, **binned(points, MOST_POINTS)}
@@ -43,7 +42,7 @@ def times(run: RunFacts, drawings: Drawings) -> Html | None:
     ]
     if lines:
         note = "means over ranks" + ("" if len(lines) > 2 else "; waiting for others is not measured apart, and counts as compute")
-        made.append(drawings.add({"kind": "lines", "title": "Seconds of a step", "series": lines, "note": note}))
+        made.append(drawings.add("lines", "Seconds of a step", note, series=lines))
     below = []
     if started := numbers(run.last("started").get("seconds")):
         below.append(
@@ -63,37 +62,18 @@ def memory(run: RunFacts, drawings: Drawings) -> Html | None:
     planned = numbers(run.last("planned").get("memory"))
     rows = run.comparisons
     measured = {row.category: row.measured for row in rows if row.unit == "bytes" and row.category in planned}
-    names = [
-        name
-        for name in ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "peak", "reserved")
-        if planned.get(name)
-    ]
+    names = [name for name in CATEGORIES if planned.get(name)]
     if names:
         series = [
             {"name": "planned", "x": [planned[name] for name in names]},
             {"name": "measured", "x": [measured.get(name) for name in names]},
         ]
         note = "activations, logits and buffers are measured as a part of the peak"
-        made.append(
-            drawings.add(
-                {
-                    "kind": "bars",
-                    "grouped": True,
-                    "unit": "bytes",
-                    "title": "Memory of the fullest rank",
-                    "rows": names,
-                    "series": series,
-                    "note": note,
-                }
-            )
-        )
+        made.append(drawings.add("bars", "Memory of the fullest rank", note, grouped=True, unit="bytes", rows=names, series=series))
     if lines := _by_rank(run):
-        by = (
-            "the allocator's peak"
-            if run.last("run_start").get("device") == "cuda"
-            else "the process's resident set, with Python and its libraries"
-        )
-        made.append(drawings.add({"kind": "lines", "unit": "bytes", "title": "Memory of each rank", "series": lines, "note": by}))
+        on_gpu = run.last("run_start").get("device") == "cuda"
+        by = "the allocator's peak" if on_gpu else "the process's resident set, with Python and its libraries"
+        made.append(drawings.add("lines", "Memory of each rank", by, unit="bytes", series=lines))
     below = []
     if rows:
         cells = [
@@ -278,7 +258,7 @@ def devices(run: RunFacts, drawings: Drawings) -> Html | None:
                 if (value := number(each.get(name))) is not None and type(event.get("step")) is int:
                     points.setdefault(rank, []).append((event["step"], value))
         lines = [{"name": f"rank {rank}", "color": rank, **binned(each, MOST_POINTS)} for rank, each in sorted(points.items())]
-        made += [drawings.add({"kind": "lines", "title": f"GPU: {label}", "series": lines})] if lines else []
+        made += [drawings.add("lines", f"GPU: {label}", series=lines)] if lines else []
     energy = [value for event in run.of("run_end") if (value := number(event.get("kwh"))) is not None]
     return _grid(made, *[tag("p", f"Energy that the devices took: {sum(energy):.4g} kWh.")] * bool(energy))
 

@@ -255,5 +255,8 @@ def differences(runs: list[RunFacts]) -> list[str]:
 
 def short_names(runs: list[RunFacts]) -> list[str]:
     """A name for each run, its folder's where that is enough; never two alike."""
-    names = [run.name for run in runs]
-    return [name if names.count(name) == 1 else f"{run.folder.resolve().parent.name}/{name}" for name, run in zip(names, runs, strict=True)]
+    for parts in range(1, 9):
+        names = ["/".join(run.folder.resolve().parts[-parts:]) for run in runs]
+        if len({*names}) == len(runs):
+            return names
+    return [str(run.folder.resolve()) for run in runs]

@@ -11,7 +11,7 @@ from pathlib import Path
 from drumline import __version__
 from drumline.core.files import whole_file
 from drumline.core.plan import Plan
-from drumline.errors import EnvironmentFault
+from drumline.errors import EnvironmentFault, UserError
 from drumline.foreign import first_line
 from drumline.report import sections
 from drumline.report.bars import notes
@@ -31,29 +31,36 @@ def report(folders: list[Path], out: Path | None) -> Path:
     what is no run, EnvironmentFault where it cannot be written."""
     runs = [RunFacts(folder) for folder in dict.fromkeys(folders)]
     path = out or (runs[0].folder / PAGE if len(runs) == 1 else Path(PAGE))
+    if path.suffix != ".html" or (path.exists() and not path.is_file()):
+        raise UserError("is no place for a page", where=str(path), fix="name a file that ends in .html")
     _write(path, page(runs))
-    drawn = draw(runs, path.with_suffix(".png"))
+    try:
+        drawn = draw(runs, path.with_suffix(".png"))
+    except OSError as error:
+        raise _unwritable(path.with_suffix(".png"), error) from None
     notes([f"{run.name}: {problem}" for run in runs for problem in run.problems])
     notes([] if drawn else [f"{path.with_suffix('.png').name} is left out: pip install matplotlib draws it"])
     return path
 
 
-def at_end(plan: Plan) -> None:
-    """The page at a run's end, and its PNG where matplotlib is installed; nothing where `report.html` is false or no rank began. Whatever
-    goes wrong is one note: the run has ended as it has."""
+def at_end(plan: Plan) -> Path | None:
+    """The page at a run's end, and its PNG where matplotlib is installed; None where `report.html` is false or no rank began. Whatever goes
+    wrong is one note: the run has ended as it has."""
     run_dir = Path(plan.run_dir)
     events = run_dir / "events.jsonl"
     try:
         if not plan.config.report.html or not events.is_file():
-            return
+            return None
         if (size := events.stat().st_size) > MOST_AT_END:
             notes([f"events.jsonl has {size >> 20} MiB: drumline report {run_dir} makes its page"])
-            return
+            return None
         run = RunFacts(run_dir)
         _write(run_dir / PAGE, page([run]))
         draw([run], (run_dir / PAGE).with_suffix(".png"))
+        return run_dir / PAGE
     except Exception as error:  # noqa: BLE001 - nothing of a page is worth the exit code of a run
         notes([f"{run_dir / PAGE} could not be written: {first_line(error)}"])
+        return None
 
 
 def _write(path: Path, text: str) -> None:
@@ -61,7 +68,11 @@ def _write(path: Path, text: str) -> None:
         with whole_file(path, shared=True) as file:
             file.write(text.encode(errors="replace"))
     except OSError as error:
-        raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(path), fix="name another place with --out") from None
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> EnvironmentFault:
+    return EnvironmentFault(f"cannot be written: {error.strerror}", where=str(path), fix="name another place with --out")
 
 
 def asset(name: str) -> str:
@@ -75,7 +86,7 @@ def page(runs: list[RunFacts]) -> str:
     names = short_names(runs)
     detailed = runs[:MOST_DETAILED]
     drawings = sections.Drawings()
-    curves = join(drawings.add(chart) for chart in charts(runs, names))
+    curves = join(drawings.add(**chart) for chart in charts(runs, names))
     parts = [("Summary", sections.summary(runs, names)), ("Curves", tag("div", curves, class_="grid") if curves else None)]
     for title, section in OF_A_RUN.items():
         made = [section(run, drawings) for run in detailed]

@@ -24,12 +24,11 @@ class Drawings:
     def __init__(self) -> None:
         self.made: list[dict[str, Any]] = []
 
-    def add(self, drawing: dict[str, Any]) -> Html:
-        """The place where page.js draws it."""
-        self.made.append(drawing)
-        note = tag("small", drawing["note"]) if drawing.get("note") else ""
-        place = tag("div", class_="chart", data_chart=len(self.made) - 1, role="img", aria_label=drawing["title"])
-        return tag("figure", tag("figcaption", drawing["title"], note), place)
+    def add(self, kind: str, title: str, note: str = "", **drawing: Any) -> Html:
+        """The place where draw.js draws it: lines (`series`, `marks`), bars (`rows`, `series`) or heat (`rows`, `values`)."""
+        self.made.append({"kind": kind, "title": title, **drawing})
+        place = tag("div", class_="chart", data_chart=len(self.made) - 1, role="img", aria_label=title)
+        return tag("figure", tag("figcaption", title, tag("small", note) if note else ""), place)
 
 
 # ------------------------------------------------------------------------------------------------------------ all runs

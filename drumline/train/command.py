@@ -155,8 +155,8 @@ def launch_ranks(
         past = read(run_dir / "events.jsonl") if display else []
         on_event = stack.enter_context(Progress(Console(), past, waits(run_dir))).on_event if display else lambda event: None
         code = launcher.start(plan, plan_path, start, on_event, Replanner(plan, plan_path), early)
-    if not launcher.elsewhere:
-        at_end(plan)
+    if not launcher.elsewhere and (made := at_end(plan)) is not None and display:
+        print(f"page: {made}")
     return run_dir, code
 
 

@@ -116,6 +116,9 @@ def test_what_is_no_run_or_cannot_be_written_is_one_line(tmp_path: Path) -> None
         page.report([tmp_path], None)
     with pytest.raises(EnvironmentFault, match="cannot be written"):
         page.report([write_run(tmp_path / "run")], tmp_path / "no" / "such" / "folder.html")
+    for out in (Path("/dev/null"), tmp_path, tmp_path / "curves.png"):
+        with pytest.raises(UserError, match="no place for a page"):
+            page.report([tmp_path / "run"], out)
 
 
 def test_at_the_end_nothing_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
