@@ -147,8 +147,7 @@ def _short(config: Config, case: Case, samples: int, steps: int) -> list[str]:
         "run.log_every=1",
         "run.report_to=[]",
         "checkpoint={export: none}",
-        "eval.at_start=false",
-        "eval.every=null",
+        "eval={at_start: false}",
         "report.html=false",
         "launch.max_restarts=0",
         f"launch.nproc={case.nproc}",
@@ -168,7 +167,7 @@ def _measure(row: Row, read_config: Any, given: list[str], folder: Path, on_prog
             if estimate.verdict == "no":
                 what = f"does not fit: it needs {size(estimate.memory.reserved)} of {size(estimate.limit)}, by its plan"
                 raise DoesNotFit(what if estimate.host_fits else "does not fit into the memory of its hosts, by its plan")
-        data = None if plan.data is None else plan.data.model_copy(update={"eval_cache": None, "eval_samples": 0})
+        data = None if plan.data is None else plan.data.model_copy(update={"eval_caches": {}, "eval_samples": 0})
         return plan.model_copy(update={"saves": False, "data": data})
 
     errors = io.StringIO()

@@ -248,7 +248,8 @@ class Progress:
         if len(self.evals) > 1:
             before, after = self.evals[0], self.evals[-1]
             both = [(name, before.metrics[name], value) for name, value in after.metrics.items() if name in before.metrics]
-            lines += [f"  held-out {name:<15} {_number(one, '.4f')} → {_number(other, '.4f')}" for name, one, other in both]
+            width = max([15, *(len(name) for name, _, _ in both)])
+            lines += [f"  held-out {name:<{width}} {_number(one, '.4f')} → {_number(other, '.4f')}" for name, one, other in both]
         if self.end.why:
             lines.append(f"  ended early: {self.end.why}")
         if isinstance(self.end.kwh, float):

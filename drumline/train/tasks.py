@@ -41,9 +41,11 @@ def manager_of(options: EvalConfig, base_dir: Path) -> tuple[Any, list[str]]:
     path without a file, and for a name that it does not know."""
     if importlib.util.find_spec("lm_eval") is None:
         raise EnvironmentFault("the package lm-eval is missing", where=WHERE, fix="pip install lm-eval, or leave the tasks out")
+    import datasets
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
     named = [task for task in options.tasks if not task.endswith((".yaml", ".yml"))]
     files = [(base_dir / Path(task).expanduser()).absolute() for task in options.tasks if task not in named]
     if lost := [file for file in files if not file.is_file()]:
