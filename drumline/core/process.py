@@ -343,7 +343,20 @@ def worker_pool(count: int) -> ProcessPoolExecutor:
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
-    return ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=die_with_parent, initargs=(os.getpid(),))
+    class Pool(ProcessPoolExecutor):
+        """Until Python 3.11.5 a pool whose processes have died waits for ever on what it was sending to them (CPython's gh-94777)."""
+
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            pool: Any = self
+            manager, queue = pool._executor_manager_thread, pool._call_queue
+            super().shutdown(False, cancel_futures=cancel_futures)
+            while wait and manager is not None and manager.is_alive():
+                manager.join(0.1)
+                if pool._broken and not queue._reader.closed:
+                    queue._reader.close()  # nobody reads any more: the sender hears of it
+
+    kind = ProcessPoolExecutor if sys.version_info >= (3, 11, 5) else Pool
+    return kind(count, multiprocessing.get_context("spawn"), initializer=die_with_parent, initargs=(os.getpid(),))
 
 
 def fork() -> int:
