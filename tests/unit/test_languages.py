@@ -30,3 +30,12 @@ def test_a_page_says_the_same_in_both_languages(english: str, chinese: str) -> N
     assert links(one) - {Path(english).name} == links(other) - {Path(english).name}
     assert commands(one) == commands(other)
     assert one.count("\n## ") == other.count("\n## ") and one.count("\n### ") == other.count("\n### ")
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_the_readme_is_one_screen_and_its_links_lead_somewhere(page: str) -> None:
+    """One table, one block of commands, a picture."""
+    text = (ROOT / page).read_text()
+    assert len(text.splitlines()) <= 45 and text.count("|---|") == 1 and text.count("```") == 2 and "\n## " not in text
+    named = [link for link in re.findall(r"\]\(([^)#]+)|(?:src|href)=\"([^\"]+)", text) for link in link if link]
+    assert named and all(link.startswith("https://") or (ROOT / link).is_file() for link in named)
