@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from drumline import __version__, cli_report, cli_runs, cli_scale
+from drumline import __version__, cli_data, cli_report, cli_runs, cli_scale
+from drumline.cli_data import ConfigFile, Overrides
 from drumline.cli_runs import path_of as _path
 from drumline.core.redact import redact
 from drumline.errors import DrumlineError, UserError
@@ -32,21 +33,6 @@ def _place(text: str) -> str:
 _path_option = partial(typer.Option, parser=_path)
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. No file can allow this.")]
 TRUSTED = ["model.trust_remote_code=true"]
-ConfigFile = Annotated[
-    Path, typer.Argument(parser=_path, metavar="CONFIG.yaml", help="The config of the run; `drumline schema` describes its keys.")
-]
-
-
-def _keys(incomplete: str) -> list[str]:
-    from drumline.core.complete import keys
-
-    return keys(incomplete)
-
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Keys that override the YAML: optimizer.lr=1e-4", autocompletion=_keys),
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -180,25 +166,7 @@ def init(
     raise typer.Exit(run(config, Answers(model, cluster, length, adapter, batch, algorithm, data=data), yes))
 
 
-@app.command()
-def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Tokenise and pack the data ahead of training; the result is cached by content."""
-    from drumline.train.command import prepare as run
-
-    run(config, overrides or [])
-
-
-@app.command()
-def convert(
-    old: Annotated[Path, typer.Argument(parser=_path, metavar="OLD", help="A config of accelerate or DeepSpeed, or training arguments.")],
-    output: Annotated[
-        Path | None, _path_option("-o", "--output", metavar="NEW.yaml", help="The file to write. Default: standard output.")
-    ] = None,
-) -> None:
-    """Print another tool's config as a Drumline YAML, with a note for each key that has no effect."""
-    from drumline.train.command import convert as run
-
-    run(old, output)
+cli_data.add(app)
 
 
 @app.command()

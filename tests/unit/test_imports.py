@@ -41,10 +41,11 @@ MAY: dict[str, set[str]] = {
     "bench": {"core", "hardware", "dist", "checkpoint", "telemetry", "report", "models", "launchers", "planner", "train"},
     "inference": {"core", "dist", "checkpoint", "telemetry", "report", "models", "data", "rl", "launchers", "train"},
     "cli": {
-        *("cli_report", "cli_runs", "cli_scale"),
+        *("cli_data", "cli_report", "cli_runs", "cli_scale"),
         *("core", "report", "telemetry", "planner", "launchers", "train", "bench", "inference", "doctor"),
     },
     "cli_report": {"cli_runs", "report", "launchers"},
+    "cli_data": {"cli_runs", "core", "train"},
     "cli_runs": {"report", "launchers"},
     "cli_scale": {"cli_runs", "bench", "inference"},
     "__main__": {"cli"},
@@ -53,7 +54,10 @@ MAY: dict[str, set[str]] = {
 # Entered in one function each, where it is needed; such an import makes no circle when modules are loaded.
 LATE: dict[str, set[str]] = {"core": {"compat"}}
 # Rooms that must be quick to enter: no import of these at module level.
-LIGHT = {"errors", "foreign", "hardware", "core", "compat", "report", "cli", "cli_report", "cli_runs", "cli_scale", "__main__", "__init__"}
+LIGHT = {
+    *("errors", "foreign", "hardware", "core", "compat", "report", "__main__", "__init__"),
+    *("cli", "cli_data", "cli_report", "cli_runs", "cli_scale"),
+}
 HEAVY = {"torch", "transformers", "datasets", "deepspeed", "accelerate", "peft"}
 
 

@@ -1,0 +1,67 @@
+"""The commands on data and on files of other tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from drumline.cli_runs import path_of
+
+ConfigFile = Annotated[
+    Path, typer.Argument(parser=path_of, metavar="CONFIG.yaml", help="The config of the run; `drumline schema` describes its keys.")
+]
+
+
+def _keys(incomplete: str) -> list[str]:
+    from drumline.core.complete import keys
+
+    return keys(incomplete)
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Keys that override the YAML: optimizer.lr=1e-4", autocompletion=_keys),
+]
+
+
+def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Tokenise and pack the data ahead of training; the result is cached by content."""
+    from drumline.train.command import prepare as run
+
+    run(config, overrides or [])
+
+
+def preview(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    row: Annotated[int | None, typer.Option(min=1, metavar="N", help="Show row N of the data alone, counted from 1.")] = None,
+    first: Annotated[int, typer.Option(min=1, metavar="N", help="Read the first N rows of each source.")] = 500,
+    samples: Annotated[int | None, typer.Option(min=0, metavar="N", help="Show N samples. Default: 3, or 20 in a page.")] = None,
+    html: Annotated[Path | None, typer.Option(parser=path_of, metavar="F", help="Write a page that needs no network.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Show all tokens of long rows.")] = False,
+) -> None:
+    """Show rows as the model gets them: tokens in the loss, cut or special, packs, both sides of pairs, what rewards get."""
+    from drumline.train.preview import Options
+    from drumline.train.preview import preview as run
+
+    run(config, overrides or [], Options(row, first, samples, html, everything))
+
+
+def convert(
+    old: Annotated[Path, typer.Argument(parser=path_of, metavar="OLD", help="A config of accelerate or DeepSpeed, or training arguments.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", parser=path_of, metavar="NEW.yaml", help="The file to write. Default: standard output.")
+    ] = None,
+) -> None:
+    """Print another tool's config as a Drumline YAML, with a note for each key that has no effect."""
+    from drumline.train.command import convert as run
+
+    run(old, output)
+
+
+def add(app: typer.Typer) -> None:
+    """Have `app` know of them."""
+    for command in (prepare, preview, convert):
+        app.command()(command)
