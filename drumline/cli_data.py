@@ -50,15 +50,22 @@ def preview(
 
 
 def convert(
-    old: Annotated[Path, typer.Argument(parser=path_of, metavar="OLD", help="A config of accelerate or DeepSpeed, or training arguments.")],
+    old: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="OLD | -- COMMAND",
+            help="A config of another tool, a script that calls trl, or that call: -- trl sft --key value.",
+        ),
+    ],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", parser=path_of, metavar="NEW.yaml", help="The file to write. Default: standard output.")
     ] = None,
 ) -> None:
-    """Print another tool's config as a Drumline YAML, with a note for each key that has no effect."""
+    """Print a config of accelerate, DeepSpeed, transformers, TRL, LLaMA-Factory or Axolotl as a Drumline YAML, with a note for each key
+    that has no effect."""
     from drumline.train.command import convert as run
 
-    run(old, output)
+    run(path_of(old[0]) if len(old) == 1 else old, output)
 
 
 def add(app: typer.Typer) -> None:

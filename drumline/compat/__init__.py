@@ -1,6 +1,6 @@
-"""Configs of other tools: accelerate's, DeepSpeed's, Hugging Face-style training arguments → the same things in Drumline's words. Tables
-have a rule for each key (`accelerate`, `deepspeed`, `arguments`), and `groups` combines several keys. Nothing is dropped silently: a key
-without a meaning gets a note, one whose effect Drumline lacks is an error."""
+"""Configs of other tools: accelerate's, DeepSpeed's, Hugging Face-style training arguments, LLaMA-Factory's, Axolotl's, TRL's → the same in
+Drumline's words. Tables have a rule for each key, and `groups` combines several keys. Nothing is dropped silently: a key without a meaning
+gets a note, one whose effect Drumline lacks is an error, or on a lenient sheet a note as well."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from typing import Any, Literal
 
 from drumline.compat.accelerate import TABLE as ACCELERATE
 from drumline.compat.accelerate import accelerate_file
-from drumline.compat.arguments import SECTIONS, TABLE, training_arguments
+from drumline.compat.arguments import SECTIONS, TABLE
+from drumline.compat.axolotl import axolotl
 from drumline.compat.deepspeed import deepspeed_file
+from drumline.compat.llama_factory import llama_factory
 from drumline.compat.sheet import Sheet, Source, listed
+from drumline.compat.trl import trl_arguments
 from drumline.core.config import Config
 from drumline.core.yaml_lines import Place
 
-Kind = Literal["accelerate", "deepspeed", "training"]
+Kind = Literal["accelerate", "deepspeed", "training", "llama_factory", "axolotl"]
+READERS = {"accelerate": accelerate_file, "deepspeed": deepspeed_file, "training": trl_arguments, "llama_factory": llama_factory,
+           "axolotl": axolotl}  # fmt: skip
 
 
 def recognise(values: Mapping[Any, Any]) -> Kind | None:
@@ -25,6 +30,10 @@ def recognise(values: Mapping[Any, Any]) -> Kind | None:
     if isinstance(train, list) and any(isinstance(source, dict) for source in train):
         return None
     keys = {str(key) for key in values}
+    if {"stage", "finetuning_type"} & keys or {"dataset", "template"} <= keys:
+        return "llama_factory"
+    if "base_model" in keys and {"sequence_len", "sample_packing", "datasets", "pretraining_dataset", "val_set_size"} & keys:
+        return "axolotl"
     if {"zero_optimization", "train_micro_batch_size_per_gpu"} & keys and not (keys & TABLE.keys()) - DEEPSPEED_TOO:
         return "deepspeed"
     arguments = {key for key in keys if key in TABLE and key not in ACCELERATE and key not in Config.model_fields}
@@ -50,12 +59,12 @@ def _holds_arguments(name: str, section: Any) -> bool:
     return bool(known - own) and not (keys & own) - known
 
 
-def translate(values: Mapping[Any, Any], lines: Mapping[Place, int], name: str, base: Path, folder: Path) -> Sheet | None:
+def translate(values: Mapping[Any, Any], lines: Mapping[Place, int], name: str, base: Path, folder: Path, lenient: bool) -> Sheet | None:
     """A sheet with the values of an old file under Drumline's keys; None for any other file. Files that it names are relative to `base` or
-    to the current folder, new paths to `folder`. Raises ConfigError with the old file's line."""
+    to the current folder, new paths to `folder`. `lenient`: as the sheet's. Raises ConfigError with the old file's line."""
     kind = recognise(values)
     if kind is None:
         return None
-    sheet, olds = Sheet(base, folder), listed(dict(values), Source(name, lines))
-    {"accelerate": accelerate_file, "deepspeed": deepspeed_file, "training": training_arguments}[kind](sheet, olds)
+    sheet, olds = Sheet(base, folder, lenient=lenient), listed(dict(values), Source(name, lines))
+    READERS[kind](sheet, olds)
     return sheet

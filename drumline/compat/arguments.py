@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from drumline.compat import groups
 from drumline.compat.deepspeed import clip, found, new_path, power_of_two, tracker
 from drumline.compat.groups import NO_SCHEDULES, SCHEDULES, step_count
 from drumline.compat.rules import Rule, flag, gone, if_on, later, name_list, number, one_of, only, read, switch, to, whole
-from drumline.compat.sheet import AUTO, Old, Sheet, refuse, shown
+from drumline.compat.sheet import AUTO, Lacking, Old, Sheet, refuse, shown
 from drumline.core.mistakes import by_word
 
 
@@ -25,7 +26,7 @@ def _trackers(sheet: Sheet, old: Old) -> None:
     known = ("tensorboard", "wandb", "mlflow", "trackio")
     for name in names:
         if name not in (*known, "none", "all", "false"):
-            raise refuse(old, f"no tracker {name!r} here", f"there are {', '.join(known)}")
+            raise Lacking(f"no tracker {name!r} here", where=old.where, fix=f"there are {', '.join(known)}")
     if "all" in names:
         sheet.note(old, "TensorBoard; name others one by one")
     sheet.put("run.report_to", ["tensorboard"] if "all" in names else [name for name in names if name in known], old)
@@ -39,10 +40,16 @@ def _resume(sheet: Sheet, old: Old) -> None:
     sheet.note(old, "`--resume`" + ("" if sheet.resume == "newest" else f" {sheet.resume}") + " on the command line sets it")
 
 
-def _optimizer(sheet: Sheet, old: Old) -> None:
+BITSANDBYTES = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit")
+
+
+def optimizer(sheet: Sheet, old: Old) -> None:
     kinds = dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adam", "fused_adam"), "adamw")
     more = {"sgd": "sgd", "lion": "lion", "lion_32bit": "lion", "adamw_torch_8bit": "adamw_8bit", "adamw_torch_4bit": "adamw_4bit",
-            "schedule_free_adamw": "schedule_free"}  # fmt: skip
+            "schedule_free_adamw": "schedule_free", "adafactor": "adafactor", "muon": "muon", "ao_adamw_8bit": "adamw_8bit",
+            "ao_adamw_4bit": "adamw_4bit", **dict.fromkeys(BITSANDBYTES, "adamw_8bit")}  # fmt: skip
+    if str(old.value).lower() in BITSANDBYTES:
+        sheet.note(old, "adamw_8bit, torchao's, in the place of bitsandbytes'")
     sheet.put("optimizer.kind", one_of({**kinds, **more})(old), old)
     if str(old.value).lower() == "adamw_torch":
         sheet.put("optimizer.fused", False, old)
@@ -63,11 +70,12 @@ def _distributed(sheet: Sheet, old: Old) -> None:
         later("distributed_strategy")(sheet, old)
 
 
+Defaults = dict[str, tuple[Any, str]]  # dotted key → value, and the name in the old file
 SECRET = "secrets belong in the environment (HF_TOKEN), not in a config"
 ATTENTION = {name: name for name in ("auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")}
 CHECKPOINTING = {"true": "full", "full": "full", "selective": "selective", "false": "none", "none": "none", "no": "none"}
 HOST = "the launcher sets it: torchrun's flags, or --nproc"
-HUB = "nothing is sent to the hub; RUN/export is the folder to upload"
+HUB = "`drumline push RUN --to ORG/NAME` sends a run to the hub"
 LENGTHS = "rows of similar length share a micro-batch in any case"
 LOADER = "a thread collates ahead (data.prefetch); there are no loader processes"
 LOGS = "events.jsonl has every figure; the display is one line a step"
@@ -117,7 +125,7 @@ TABLE: dict[str, Rule] = by_word(
         "adam_betas": to("optimizer.betas"),
         "adam_epsilon": to("optimizer.eps", number),
         "momentum": to("optimizer.momentum", number),
-        "optim": _optimizer,
+        "optim": optimizer,
         "max_grad_norm gradient_clipping gradient_clip_val clip_grad_norm": to("optimizer.max_grad_norm", clip),
         "lr_scheduler_type lr_scheduler": to("schedule.kind", one_of(SCHEDULES, NO_SCHEDULES)),
         "min_lr_ratio min_lr_rate": to("schedule.min_ratio", number),
@@ -173,7 +181,7 @@ TABLE: dict[str, Rule] = by_word(
         "distributed_strategy zero_stage fsdp fsdp_config": later(),
         "distributed": _distributed,
         "distributed_backend ddp_backend": _backend,
-        "ddp_timeout": to("launch.timeout_seconds", number),
+        "ddp_timeout": to("launch.timeout_seconds", lambda old: min(number(old), 1e7)),  # LLaMA-Factory's files have 180000000
         "ddp_bucket_cap_mb bucket_cap_mb": later("ddp.bucket_cap_mb"),
         "ddp_find_unused_parameters find_unused_parameters": later("ddp.find_unused_parameters"),
         "ddp_broadcast_buffers broadcast_buffers": later("ddp.broadcast_buffers"),
@@ -268,13 +276,22 @@ SECTIONS: dict[str, dict[str, str]] = by_word({
 })  # fmt: skip
 
 
-def training_arguments(sheet: Sheet, olds: list[Old]) -> None:
-    """Put training arguments on the sheet. Raises ConfigError by the old file's line."""
+def training_arguments(
+    sheet: Sheet,
+    olds: list[Old],
+    more: Mapping[str, Rule] | None = None,
+    what: str = "training arguments",
+    first: Callable[[Sheet], None] = lambda sheet: None,
+    defaults: Defaults | None = None,
+) -> None:
+    """Put training arguments on the sheet. `more`: rules of a tool that lie over the table; `first`: what it does before groups are
+    combined; `defaults`: its own, over transformers'. Raises ConfigError by the old file's line."""
     flat = [each for old in olds for each in flatten(old)]
-    read({**acc.TABLE, **TABLE, **groups.PREFERENCES}, sheet, flat, "training arguments")
+    read({**acc.TABLE, **TABLE, **groups.PREFERENCES, **(more or {})}, sheet, flat, what)
+    first(sheet)
     groups.combine(sheet)
     acc.combine(sheet)
-    _defaults(sheet, flat[0])
+    fill(sheet, flat[0], {**DEFAULTS, **(defaults or {})}, "transformers'" if defaults is None else "its")
 
 
 def flatten(old: Old) -> list[Old]:
@@ -285,8 +302,8 @@ def flatten(old: Old) -> list[Old]:
     return [each for one in old.inside() for each in flatten(replace(one, key=names.get(one.key, one.key)))]
 
 
-# Defaults of transformers' Trainer (5.23) that differ from Drumline's: dotted key → value, and the name there.
-DEFAULTS: dict[str, tuple[Any, str]] = {
+# Defaults of transformers' Trainer (5.23) that differ from Drumline's.
+DEFAULTS: Defaults = {
     "batch.micro_batch": (8, "per_device_train_batch_size"),
     "batch.accumulation": (1, "gradient_accumulation_steps"),
     "optimizer.lr": (5e-5, "learning_rate"),
@@ -298,16 +315,16 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
 }
 
 
-def _defaults(sheet: Sheet, old: Old) -> None:
-    """Set the Trainer's own defaults, with one note. `old`: any key of the file."""
+def fill(sheet: Sheet, old: Old, defaults: Defaults, whose: str) -> None:
+    """Set a tool's own defaults, with one note. `old`: any key of the file."""
     filled = []
-    for dotted, (value, name) in DEFAULTS.items():
+    for dotted, (value, name) in defaults.items():
         section = dotted.partition(".")[0]
         if sheet.get(dotted) is not None or (dotted == "run.epochs" and sheet.get("run.steps")):
             continue
-        if section == "batch" and sheet.get("batch.global_samples"):
+        if (section == "batch" and sheet.get("batch.global_samples")) or (section == "adapter" and section not in sheet.values):
             continue
         sheet.put(dotted, value, replace(old, key=name, value=value, place=(name,)))
         filled.append(f"{dotted} {shown(value)}")
     if filled:
-        sheet.notes.append(f"{old.source.name}: not set there, so transformers' own defaults: {', '.join(filled)}")
+        sheet.notes.append(f"{old.source.name}: not set there, so {whose} own defaults: {', '.join(filled)}")

@@ -310,6 +310,13 @@ def _adapter(sheet: Sheet) -> None:
         sheet.put("adapter.quantize", bits[0].removeprefix("load_in_"), old[bits[0]])
 
 
+def put_algorithm(sheet: Sheet, kind: str, old: Old) -> None:
+    """Raises ConfigError for one that is a package of its own and is not installed."""
+    if find(AlgorithmSpec, kind) is None:
+        raise refuse(old, f"{kind} is a package of its own", f"pip install the folder examples/plugins/{kind} of Drumline's repository")
+    sheet.put("algorithm.kind", kind, old)
+
+
 # What arguments of TRL (1.16) and LLaMA-Factory (0.9) for preference pairs become: DPO and its kinds, SimPO, ORPO.
 _DPO = find(AlgorithmSpec, "dpo")
 assert _DPO is not None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from drumline.compat.sheet import AUTO, Old, Sheet, contradiction, refuse, shown
+from drumline.compat.sheet import AUTO, Lacking, Old, Sheet, contradiction, refuse, shown
 from drumline.core.registry import nearest
 
 Rule = Callable[[Sheet, Old], None]
@@ -54,10 +54,10 @@ def one_of(table: Mapping[str, Any], why_not: Mapping[str, str] | None = None) -
         if word in table:
             return table[word]
         if why_not and word in why_not:
-            raise refuse(old, f"{shown(old.value)} cannot be translated", why_not[word])
+            raise Lacking(f"{shown(old.value)} cannot be translated", where=old.where, fix=why_not[word])
         guess = nearest(word, list(table))
         there = f"there are {', '.join(table)}"
-        raise refuse(old, f"no {shown(old.value)} here", f"did you mean {guess!r}? {there}" if guess else there)
+        raise Lacking(f"no {shown(old.value)} here", where=old.where, fix=f"did you mean {guess!r}? {there}" if guess else there)
 
     return convert
 
@@ -106,18 +106,27 @@ def only(*neutral: Any, why: str, fix: str) -> Rule:
     def rule(sheet: Sheet, old: Old) -> None:
         if old.value in (*AUTO, False, "", *neutral) or str(old.value).lower() in ("no", "none", "false"):
             return
-        raise refuse(old, f"{shown(old.value)} given: {why}", fix)
+        sheet.lacks(old, why, fix)
 
     return rule
 
 
 def read(table: Mapping[str, Rule], sheet: Sheet, olds: list[Old], what: str, prefix: str = "") -> None:
-    """Apply the table's rule to each old key, with or without `prefix`. Raises ConfigError for one that it lacks, with the nearest."""
+    """Apply the table's rule to each old key, with or without `prefix`. Raises ConfigError for one that it lacks, with the nearest; on a
+    lenient sheet such keys, and values without a counterpart, are notes."""
     for old in olds:
         key = old.key.removeprefix(prefix)
         rule = table.get(key)
         if rule is None:
             guess = nearest(key, list(table))
+            if sheet.lenient:
+                sheet.note(old, f"unknown key of {what}" + (f": did you mean {prefix + guess!r}?" if guess else ""))
+                continue
             own = "remove it, or write it as a key of Drumline: `drumline schema` has them"
             raise refuse(old, f"unknown key {old.key!r} of {what}", f"did you mean {prefix + guess!r}?" if guess else own)
-        rule(sheet, replace(old, key=key))
+        try:
+            rule(sheet, replace(old, key=key))
+        except Lacking as error:
+            if not sheet.lenient:
+                raise
+            sheet.note(old, f"left out: {error.what} — {error.fix}")

@@ -7,10 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drumline.core.redact import SECRET, redact
 from drumline.core.yaml_lines import Place
 from drumline.errors import ConfigError
 
 AUTO = ("auto", None)  # values that set nothing
+
+
+class Lacking(ConfigError):
+    """A value that another tool knows and Drumline does not."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Old:
 class Sheet:
     """The new config while rules write it. `origins`: the old key of each new value; `waiting`: old keys that wait until a group combines
     them; `base`: the folder of the old file; `folder`: of the new config, which its paths are relative to; None: they are absolute. `weak`:
-    values that yield to those of a config silently."""
+    values that yield to those of a config silently. `lenient`: what Drumline lacks is left out, with a note in the place of an error."""
 
     base: Path
     folder: Path | None
@@ -62,6 +67,7 @@ class Sheet:
     notes: list[str] = field(default_factory=list)
     weak: set[Place] = field(default_factory=set)
     resume: str | None = None  # the checkpoint that the old file resumes from
+    lenient: bool = False
 
     def put(self, dotted: str, value: Any, old: Old) -> None:
         """Set a value of the new config. Raises ConfigError where another old key has set another."""
@@ -78,8 +84,10 @@ class Sheet:
 
     def get(self, dotted: str, default: Any = None) -> Any:
         """The value of `section.key` that is set so far, else `default`."""
-        section, _, key = dotted.partition(".")
-        return self.values.get(section, {}).get(key, default)
+        inside: Any = self.values
+        for name in dotted.split("."):
+            inside = inside.get(name) if isinstance(inside, dict) else None
+        return default if inside is None else inside
 
     @property
     def set_at(self) -> dict[Place, str]:
@@ -88,7 +96,13 @@ class Sheet:
 
     def note(self, old: Old, text: str) -> None:
         """Add a line for a key that has lost its meaning, or has another one here."""
-        self.notes.append(f"{old.where}: {text}")
+        self.notes.append(f"{old.where}: {printed(old)}: {text}")
+
+    def lacks(self, old: Old, why: str, fix: str) -> None:
+        """A key whose effect Drumline does not have. Raises ConfigError, unless the sheet is lenient."""
+        if not self.lenient:
+            raise refuse(old, f"{shown(old.value)} given: {why}", fix)
+        self.note(old, f"left out: {why} — {fix}")
 
 
 def pop(sheet: Sheet, *names: str) -> dict[str, Old]:
@@ -111,6 +125,14 @@ def shown(value: Any) -> str:
     if isinstance(value, dict | list):
         return "a list" if isinstance(value, list) else "keys and values"
     return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def printed(old: Old) -> str:
+    """A value for a note: short, on one line, and no secret."""
+    if SECRET.search(old.key) or "webhook" in old.key or (isinstance(old.value, str) and not old.value.isprintable()):
+        return "…"
+    text = redact(shown(old.value))
+    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def listed(values: dict[Any, Any], source: Source, place: Place = ()) -> list[Old]:

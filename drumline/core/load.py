@@ -153,8 +153,9 @@ class Draft:
         return f"{self.name}: {dotted}" if dotted else self.name
 
 
-def drafted(text: str, name: str, base: Path, over: Sheet | None = None, folder: Path | None = None) -> Draft:
-    """The values of a config, Drumline's or another tool's. `base`: the folder that it lies in; `folder`: that of a new config."""
+def drafted(text: str, name: str, base: Path, over: Sheet | None = None, folder: Path | None = None, lenient: bool = False) -> Draft:
+    """The values of a config, Drumline's or another tool's. `base`: the folder that it lies in; `folder`: that of a new config; `lenient`:
+    what Drumline lacks is a note and no error."""
     from drumline.compat import translate
     from drumline.compat.overlay import lay
 
@@ -165,7 +166,7 @@ def drafted(text: str, name: str, base: Path, over: Sheet | None = None, folder:
         what = "a list" if isinstance(values, list) else f"only {values!r}"
         raise ConfigError(f"holds {what}, not keys and values", where=f"{name}:1", fix="write `key: value` lines")
     draft = Draft(name, values, lines)
-    if (new := translate(values, lines, name, base, folder or base)) is not None:
+    if (new := translate(values, lines, name, base, folder or base, lenient)) is not None:
         draft = Draft(name, new.values, {}, new.set_at, notes=new.notes, resume=new.resume, old=True)
     if "data" in draft.values:
         draft.values["data"] = in_full(draft.values["data"], base)

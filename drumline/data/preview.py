@@ -64,10 +64,10 @@ class Seen:
 
 
 class Reader:
-    """Reads and encodes the rows of `config.data.train` in order. `tokenizer`: None for images alone."""
+    """Reads and encodes the rows of `config.data.train` in order. `most`: tokens of a segment that become text; its middle is left out."""
 
-    def __init__(self, config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None) -> None:
-        self.config, self.base_dir, self.vision = config, base_dir, vision
+    def __init__(self, config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None, most: int = NO_LIMIT) -> None:
+        self.config, self.base_dir, self.vision, self.half = config, base_dir, vision, most // 2
         self.job = Job(tokenizer_path, config.model, config.algorithm, config.data, vision)
         wide = config.data.model_copy(update={"max_length": NO_LIMIT, "truncation": "right"})
         self.full = replace(self.job, data=wide)
@@ -133,9 +133,14 @@ class Reader:
         made: list[Piece] = []
         ids, at = [int(token) for token in tokens], 0
         while at < len(ids):
-            if self.vision is not None and ids[at] == self.vision.token_id:
+            if at == self.half and (stop := len(ids) - self.half) > at:
+                made.append(Piece(f"\n… {stop - at:,} tokens, which --all shows …\n", "context"))
+                hidden = sum(token == self.vision.token_id for token in ids[at:stop]) if self.vision else 0
+                while hidden > 0:
+                    hidden -= next(images, ("", hidden))[1]
+            elif self.vision is not None and ids[at] == self.vision.token_id:
                 name, size = next(images, ("", 1))
-                stop = min(at + size, len(ids))
+                stop = min(at + size, len(ids) if at >= self.half else self.half)
                 made.append(Piece(f"[image {name}: {size} tokens]", states[at], special=True))
             elif ids[at] in self.special:
                 stop = at + 1
@@ -150,7 +155,7 @@ class Reader:
         """Where the tokens of the whole characters that begin at `at` stop, and their text."""
         first = max(0, at - BEFORE)
         head = self._decode(ids[first:at])
-        most = min(at + LONGEST_CHARACTER, len(ids))
+        most = min(at + LONGEST_CHARACTER, len(ids) if at >= self.half else self.half)
         for stop in range(at + 1, most + 1):
             if stop > at + 1 and (ids[stop - 1] in self.special or states[stop - 1] != states[at]):
                 break

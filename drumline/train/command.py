@@ -165,7 +165,7 @@ def waits(run_dir: Path) -> Waits:
     return Waits(partial(stages, run_dir), cache_dir() / "stages.json")
 
 
-def convert(old: Path, output: Path | None) -> None:
+def convert(old: Path | list[str], output: Path | None) -> None:
     """`drumline convert`: the new YAML on stdout or into a file, notes on stderr."""
     text, messages = to_drumline(old, output)
     notes(messages)

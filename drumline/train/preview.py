@@ -96,7 +96,8 @@ def preview(config_path: Path, overrides: list[str], options: Options) -> None:
         with bars(Console(stderr=True)) as on_progress:
             model_path = resolve(config.model, on_progress)
             vision = vision_of(config, model_path, load_config(model_path, config.model))
-            reader = Reader(config, config.model.tokenizer or model_path or "", loaded.base_dir, vision)
+            most = {} if options.everything else {"most": SHOWN_TOKENS}
+            reader = Reader(config, config.model.tokenizer or model_path or "", loaded.base_dir, vision, **most)
             found = [reader.seen(*numbered) for numbered in reader.rows(options.row, options.first)]
             mistake, packs = next((seen.error for seen in found if seen.error is not None), None), None
             if mistake is None and options.row is None and config.packs:
@@ -186,8 +187,10 @@ class View:
         first: dict[bytes, str] = {}
         repeated = [(seen, first[key]) for seen in usable if first.setdefault(key := digest(seen.row), seen.row.origin) != seen.row.origin]
         formats = Counter(seen.row.format for seen in usable if seen.row.format)
-        begin = f", of each source the first {self.options.first:,}" if len(found) >= self.options.first else ""
-        self.line(f"{len(found):,} rows{begin}" + "".join(f"; {count:,} read as {name}" for name, count in formats.items()), "bold")
+        rows = sum(bool(seen.row.values) for seen in found)  # not why a source cannot be read on
+        begin = f", of each source the first {self.options.first:,}" if rows >= self.options.first else ""
+        read_as = "".join(f"; {count:,} read as {name}" for name, count in formats.items())
+        self.line(f"{rows:,} row{'s' * (rows != 1)}{begin}{read_as}", "bold")
         segments = [segment for seen in usable if seen.kept and seen.fate != "unlearned" for segment in seen.kept.segments]
         tokens, learned = sum(len(segment.tokens) for segment in segments), sum(segment.learned for segment in segments)
         if packs is not None:
@@ -244,9 +247,6 @@ class View:
     def text(self, pieces: list[Piece]) -> Text:
         """Tokens one behind the other; in colours neighbours differ in their shade."""
         text, state = Text(overflow="fold"), "context"
-        if not self.options.everything and (more := len(pieces) - SHOWN_TOKENS) > 0:
-            note = Piece(f"\n… {more:,} more, which --all shows …\n", "context")
-            pieces = [*pieces[: SHOWN_TOKENS // 2], note, *pieces[-SHOWN_TOKENS // 2 :]]
         for place, piece in enumerate(pieces):
             shown = visible(piece.text, RESERVED).replace("\n", f"{BREAK}\n")
             if self.plain:

@@ -194,7 +194,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (DATA + "learning_rate: fast\n", ["old.yaml:2: learning_rate: 'fast' given, a number is wanted"]),
     (DATA + "save_steps: 0.1\n", ["old.yaml:2: save_steps", "a number of steps"]),
     (DATA + "gradient_accumulation_steps: 0\n", ["old.yaml:2: gradient_accumulation_steps", "greater than 0"]),
-    (DATA + "optim: adafactor\n", ["old.yaml:2: optim: no 'adafactor' here", "adamw"]),
+    (DATA + "optim: adadelta\n", ["old.yaml:2: optim: no 'adadelta' here", "adamw"]),
     (DATA + "lr_scheduler_type: inverse_sqrt\n", ["'inverse_sqrt' cannot be translated", "linear, cosine"]),
     (DATA + "max_length: 4\nmax_seq_length: 8\n", ["old.yaml:3: max_seq_length: 8, but old.yaml:2: max_length says 4"]),
     (DATA + "label_smoothing_factor: 0.1\n", ["old.yaml:2", "does not do that"]),

@@ -122,13 +122,13 @@ def test_the_newest_checkpoint_by_a_guides_names(said: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "note"),
     [
-        ("batch_size: 8\n", "old.yaml:2: batch_size: taken for the samples of one device"),
-        ("training: {distributed: true}\n", "old.yaml:2: training.distributed: the launcher sets it"),
-        ("experiment_name: x\n", "old.yaml:2: experiment_name: the run folder is named by run.dir"),
+        ("batch_size: 8\n", "old.yaml:2: batch_size: 8: taken for the samples of one device"),
+        ("training: {distributed: true}\n", "old.yaml:2: training.distributed: true: the launcher sets it"),
+        ("experiment_name: x\n", "old.yaml:2: experiment_name: 'x': the run folder is named by run.dir"),
         ("base_learning_rate: 1e-5\nuse_linear_scaling: true\nnum_gpus: 4\n", "it is base_learning_rate × √num_gpus, as in guides"),
         (
             "warmup_ratio: 0.1\ndeepspeed: {zero_optimization: {stage: 1}, scheduler: {type: WarmupLR, params: {warmup_num_steps: 7}}}\n",
-            "old.yaml:2: warmup_ratio: without effect: old.yaml:3: deepspeed.scheduler.params.warmup_num_steps says 7",
+            "old.yaml:2: warmup_ratio: 0.1: without effect: old.yaml:3: deepspeed.scheduler.params.warmup_num_steps says 7",
         ),
     ],
 )
