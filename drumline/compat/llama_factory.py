@@ -20,7 +20,7 @@ STAGES = {"sft": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward", "pt": "pretr
 ATTENTION = {"auto": "auto", "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
 KERNELS = "it only saves time or memory: docs/speed.md"
 SERVING = "it is for inference, not for training"
-OTHERS = "another optimizer here is optimizer.kind"
+KINDS = "another optimizer here is optimizer.kind"
 
 
 def bits(sheet: Sheet, old: Old) -> None:
@@ -76,7 +76,7 @@ TABLE: dict[str, Rule] = LORA_PLUS | by_word(
             gone("of a vision-language model: model.freeze: [model.visual]")
         ),
         "use_llama_pro use_dft_loss use_asft_loss use_eaft_loss shift_attn mixture_of_depths": only(why=NEUTRAL, fix="remove it"),
-        "use_galore use_apollo use_badam use_adam_mini": only(why=NEUTRAL, fix=OTHERS),
+        "use_galore use_apollo use_badam use_adam_mini": only(why=NEUTRAL, fix=KINDS),
         "use_muon": switch("optimizer.kind", "muon"),
         "pure_bf16": if_on(pure_bf16),
         "fp8": switch("precision.kind", "fp8"),

@@ -197,21 +197,21 @@ def command_in(text: str) -> tuple[str, list[str], str] | None:
         found_in = None if line.lstrip().startswith("#") else next((m for m in COMMAND.finditer(line) if m[1] or m[3]), None)
         if found_in is not None:
             try:
-                words = shlex.split(line[found_in.end() :], comments=True)
-                shell = next((at for at, word in enumerate(words) if re.match(r"[|&;<>]|\d>", word)), len(words))
-                return found_in[2], words[:shell], line[: found_in.start()].strip()
+                arguments = shlex.split(line[found_in.end() :], comments=True)
+                shell = next((at for at, word in enumerate(arguments) if re.match(r"[|&;<>]|\d>", word)), len(arguments))
+                return found_in[2], arguments[:shell], line[: found_in.start()].strip()
             except ValueError as error:
                 raise ConfigError(f"not readable as a command: {error}", where=line.strip()[:40], fix="close its quotes") from None
     return None
 
 
-def trl_command(sheet: Sheet, trainer: str, words: list[str], before: str, name: str) -> None:
+def trl_command(sheet: Sheet, trainer: str, arguments: list[str], before: str, name: str) -> None:
     """Put a command line on the sheet: `--key value …`, `--key=value`, `--switch`, and the file of --config below them."""
     if "--" in before:
         sheet.notes.append(f"{name}: {redact(' '.join(before.split()))}: flags of a launcher are not read: --nproc, or --accelerate-config")
     given: dict[str, Old] = {}
     source, key = Source(name), ""
-    for word in words:
+    for word in arguments:
         if word.startswith("--") and len(word) > 2:
             key, equals, text = word[2:].partition("=")
             off = key.startswith("no_")
