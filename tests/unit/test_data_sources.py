@@ -140,6 +140,16 @@ def test_hub_dataset_whole_and_as_a_stream(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("offline")
+def test_formats_of_a_stream_are_found_as_well(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+    jsonl(tmp_path / "data" / "train.jsonl", *({"conversations": turns, "id": n} for n in range(3)))
+    for streaming in (False, True):
+        found = rows(tmp_path, kind="hub", id=str(tmp_path / "data"), limit=3, streaming=streaming)
+        assert [(row.format, row.values) for row in found] == [("sharegpt", {"messages": CHAT})] * 3
+
+
+@pytest.mark.usefixtures("offline")
 def test_hub_dataset_while_offline(tmp_path: Path) -> None:
     line = complaint(tmp_path, kind="hub", id="nobody/nothing")
     assert line.startswith("hub/nobody/nothing: the hub dataset cannot be reached: this machine is offline")
