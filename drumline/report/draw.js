@@ -4,7 +4,7 @@ const all = (query, from = document) => [...from.querySelectorAll(query)];
 const COLORS = ["#3b6fb6", "#d9793b", "#3f8f6b", "#b5485d", "#7a62a8", "#8a6d3b", "#5b8fa8", "#a85b8f", "#6b7a3f", "#777777"];
 const PHASES = ["#3b6fb6", "#d9793b", "#9aa2ab", "#b5485d", "#7a62a8", "#3f8f6b", "#c9c4b8"];
 const root = document.documentElement, drawn = new Set();
-let log = false;
+let log = false, revision = 0;
 
 function remembered(value) {  // a browser may keep nothing of a file
   try { return value ? localStorage.setItem("drumline-theme", value) : localStorage.getItem("drumline-theme"); } catch { return null; }
@@ -74,7 +74,7 @@ function draw(place) {
   const grid = { gridcolor: ink("--line"), zerolinecolor: ink("--line"), linecolor: ink("--line"), tickfont: { size: 11 } };
   const legend = { orientation: "h", y: -0.22, traceorder: "normal", font: { size: 11 } };
   Plotly.react(place, traces, { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink("--soft"), family: "inherit" },
-    margin: { l: 58, r: 12, t: 8, b: 42 }, legend, hoverlabel: { font: { size: 12 } }, ...own, xaxis: { ...grid, ...own.xaxis }, yaxis: { ...grid, ...own.yaxis } },
+    margin: { l: 58, r: 12, t: 8, b: 42 }, legend, hoverlabel: { font: { size: 12 } }, datarevision: ++revision, ...own, xaxis: { ...grid, ...own.xaxis }, yaxis: { ...grid, ...own.yaxis } },
     { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] });
   drawn.add(place);
 }

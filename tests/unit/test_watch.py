@@ -157,9 +157,11 @@ def test_browser(tmp_path: Path) -> None:
             tab.goto(url.replace(socket.gethostname(), "127.0.0.1"))
             tab.wait_for_selector(".chart .main-svg", timeout=60_000)
             assert "token" not in tab.url and tab.inner_text(".status") == "finished"
+            line = tab.locator(".chart path.js-line").first
+            before = line.get_attribute("d")
             EventLog(run / "events.jsonl").emit(step(21, loss=0.25))
             tab.locator(".tile", has_text="21 of 20").wait_for(timeout=20_000)
-            assert tab.evaluate("data.charts[0].series[0].y.at(-1)") == 0.25
+            assert tab.evaluate("data.charts[0].series[0].y.at(-1)") == 0.25 and line.get_attribute("d") != before
             assert HOSTILE[:9] in tab.inner_text(".happened") and not seen and tab.evaluate("window.hurt") is None
             assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
             browser.close()
