@@ -11,6 +11,7 @@ from drumline.report.facts import Points, RunFacts
 MOST_POINTS = 1000  # of a curve
 MOST_IN_ALL = 40_000  # of a chart
 FEWEST = 60
+MOST_BANDS = 12  # of a chart; of more groups only the means are drawn
 
 
 def binned(points: Points, most: int) -> dict[str, Any]:
@@ -67,9 +68,11 @@ def _chart(name: str, runs: list[RunFacts], names: list[str], together: list[lis
     for color, places in enumerate(together):
         points = {place: runs[place].curves[name] for place in places if name in runs[place].curves}
         repeated = len(points) > 1 and (mean := band([*points.values()], most))["x"]
+        crowded = len(together) > MOST_BANDS
         if repeated:
-            series.append({"name": f"{names[next(iter(points))]} and {len(points) - 1} more", "color": color, **mean})
-        for place, each in points.items():
+            shown = {key: value for key, value in mean.items() if not crowded or key not in ("low", "high")}
+            series.append({"name": f"{names[next(iter(points))]} and {len(points) - 1} more", "color": color, **shown})
+        for place, each in () if repeated and crowded else points.items():
             series.append({"name": names[place], "color": color, "member": bool(repeated), **binned(each, most)})
     return {"kind": "lines", "title": name, "series": series, "note": _note(series), "marks": _marks(runs[0]) if len(runs) == 1 else []}
 
@@ -83,7 +86,8 @@ def _note(series: list[dict[str, Any]]) -> str:
     """What the eye cannot see of the drawing."""
     parts = []
     if seeds := sorted({each["seeds"] for each in series if "seeds" in each}):
-        parts.append(f"mean ± one standard deviation of {' or '.join(map(str, seeds))} seeds")
+        spread = " ± one standard deviation" if any("low" in each for each in series if "seeds" in each) else ""
+        parts.append(f"mean{spread} of {' or '.join(map(str, seeds))} seeds")
     thinned = [each for each in series if each.get("size", 1) > 1 and "seeds" not in each]
     if thinned:
         one = max(thinned, key=lambda each: each["of"])

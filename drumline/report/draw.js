@@ -40,7 +40,9 @@ function lines(chart) {
   }
   const shapes = (chart.marks || []).map((mark) => ({ type: "line", x0: mark.x, x1: mark.x, yref: "paper", y0: 0, y1: 1,
     line: { color: ink("--bad"), width: 1, dash: "dot" }, label: { text: mark.text, textangle: 0, textposition: "end", xanchor: "left", yanchor: "top", font: { size: 10, color: ink("--bad") } } }));
-  const axis = chart.unit === "bytes" ? ticks(traces) : {};
+  const values = chart.series.flatMap((each) => each.y).filter((value) => value != null), one = values[0];
+  const flat = values.length && one && values.every((value) => value === one);  // Plotly would show it from -1 to 1
+  const axis = chart.unit === "bytes" ? ticks(traces) : flat && !log ? { range: [one - Math.abs(one) / 2, one + Math.abs(one) / 2] } : {};
   return [traces, { shapes, hovermode: many ? "closest" : "x", xaxis: { title: { text: "step", standoff: 6 } }, yaxis: { type: log ? "log" : "linear", ...axis } }];
 }
 function ticks(traces) {  // bytes in steps that people read

@@ -92,10 +92,11 @@ def page(runs: list[RunFacts]) -> str:
         made = [section(run, drawings) for run in detailed]
         if any(made):
             parts.append((title, join(_of_run(place, inner) for place, inner in enumerate(made))))
-    parts.insert(-2, ("Configuration", sections.configuration(detailed, names)))
+    last = sum(title in ("Checkpoints", "Environment") for title, _ in parts)
+    parts.insert(len(parts) - last, ("Configuration", sections.configuration(detailed, names)))
     if len(runs) > len(detailed):
         text = f"Details and configuration are of the first {MOST_DETAILED} of {len(runs)} runs; drumline report RUN has another's."
-        parts.insert(1, ("Left out", tag("p", text, class_="note")))
+        parts[0] = ("Summary", join((parts[0][1], tag("p", text, class_="note"))))
     shown = [(title, inner) for title, inner in parts if inner]
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
     body = join(

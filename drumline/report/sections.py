@@ -12,7 +12,7 @@ from drumline.core.explain import flow
 from drumline.core.section import Section
 from drumline.errors import DrumlineError
 from drumline.report.facts import RunFacts, differences, mapping, numbers
-from drumline.report.markup import Html, facts, join, seconds_of, table, tag
+from drumline.report.markup import Html, facts, join, seconds_of, table, tag, text
 
 MOST_COLUMNS = 8  # of keys that differ, in the table of runs
 MOST_CELL = 300  # characters of a value in a table
@@ -71,7 +71,7 @@ def _key_numbers(run: RunFacts) -> dict[str, Any]:
     last = max((step for step, _ in losses), default=0)
     return {
         "status": run.status,
-        "steps": f"{last:,} of {run.last('run_start').get('steps') or '?'}",
+        "steps": f"{last:,} of {text(run.last('run_start').get('steps') or '?')}",
         "loss": f"{losses[0][1]:.4g} → {losses[-1][1]:.4g}" if losses else None,
         "held out": f"{metric} {scores[0][1]:.4g} → {scores[-1][1]:.4g}" if scores else None,
         "tokens/s, median": f"{statistics.median(value for _, value in rates):,.0f}" if rates else None,
