@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,13 +24,28 @@ def _backend(sheet: Sheet, old: Old) -> None:
 
 def _trackers(sheet: Sheet, old: Old) -> None:
     names = [name.lower() for name in name_list(old)]
-    known = ("tensorboard", "wandb", "mlflow", "trackio")
+    known = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
     for name in names:
         if name not in (*known, "none", "all", "false"):
             raise Lacking(f"no tracker {name!r} here", where=old.where, fix=f"there are {', '.join(known)}")
     if "all" in names:
         sheet.note(old, "TensorBoard; name others one by one")
     sheet.put("run.report_to", ["tensorboard"] if "all" in names else [name for name in names if name in known], old)
+
+
+def called(key: str) -> Rule:
+    """The project or the name of the run in all trackers; the first of several keys."""
+
+    def rule(sheet: Sheet, old: Old) -> None:
+        name = re.sub(r"[/\\#?%:\x00-\x1f]", "-", str(old.value))[:128]
+        if old.value in AUTO or not name:
+            return
+        if sheet.get(f"run.tracker.{key}") is None:
+            sheet.put(f"run.tracker.{key}", name, old)
+        elif sheet.get(f"run.tracker.{key}") != name:
+            sheet.note(old, f"without effect: run.tracker.{key} has one value")
+
+    return rule
 
 
 def _resume(sheet: Sheet, old: Old) -> None:
@@ -223,10 +239,12 @@ TABLE: dict[str, Rule] = by_word(
         "dataloader_drop_last": gone("the last batch is filled up with rows that carry no weight"),
         "group_by_length length_column_name train_sampling_strategy pad_to_multiple_of packing_strategy padding": gone(LENGTHS),
         "remove_unused_columns label_names": gone("columns are found by name"),
-        "logging_dir logging_strategy logging_first_step log_level log_level_replica log_on_each_node disable_tqdm run_name": gone(LOGS),
+        "logging_dir logging_strategy logging_first_step log_level log_level_replica log_on_each_node disable_tqdm": gone(LOGS),
         "logging_nan_inf_filter include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics verbose debug": gone(LOGS),
         "experiment_name": gone("the run folder is named by run.dir, or after the YAML"),
-        "project trackio_space_id trackio_bucket_id trackio_static_space_id wandb_project wandb_entity wandb_run_name": gone(OUTSIDE),
+        "project wandb_project": called("project"),
+        "run_name wandb_run_name": called("name"),
+        "trackio_space_id trackio_bucket_id trackio_static_space_id wandb_entity": gone(OUTSIDE),
         "gradient_checkpointing_kwargs activation_checkpointing_kwargs use_reentrant": gone("blocks are run again without re-entering"),
         "bf16_full_eval fp16_full_eval fp16_opt_level fp16_backend half_precision_backend": gone(AS_TRAINING),
         "eval_delay eval_accumulation_steps eval_do_concat_batches eval_use_gather_object include_for_metrics": gone(SUMS),

@@ -5,10 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from drumline.compat.arguments import CHECKPOINTING, LENGTHS, LOGS, NEUTRAL, OUTSIDE, SECRET, SUMS, Defaults, optimizer, training_arguments
+from drumline.compat.arguments import (
+    CHECKPOINTING,
+    LENGTHS,
+    LOGS,
+    NEUTRAL,
+    OUTSIDE,
+    SECRET,
+    SUMS,
+    Defaults,
+    called,
+    optimizer,
+    training_arguments,
+)
 from drumline.compat.deepspeed import found, new_path, tracker
 from drumline.compat.groups import put_algorithm
-from drumline.compat.llama_factory import KERNELS, LORA_PLUS, guess_stage, hold_out, pure_bf16, waits_as
+from drumline.compat.llama_factory import KERNELS, LORA_PLUS, guess_stage, hold_out, patience, pure_bf16, waits_as
 from drumline.compat.rules import Rule, flag, gone, if_on, later, name_list, number, one_of, only, read, switch, to, whole
 from drumline.compat.sheet import AUTO, Old, Sheet, pop, refuse
 from drumline.compat.trl import ROLLOUT, grpo_loss, rollouts, template
@@ -40,7 +52,7 @@ def _wandb(sheet: Sheet, old: Old) -> None:
     """wandb_project: with one Axolotl logs there."""
     if old.value:
         tracker("wandb")(sheet, old)
-        sheet.note(old, OUTSIDE)
+        called("project")(sheet, old)
 
 
 def _trl(sheet: Sheet, old: Old) -> None:
@@ -112,16 +124,18 @@ TABLE: dict[str, Rule] = LORA_PLUS | by_word(
         "dataset_prepared_path dataset_keep_in_memory skip_prepare_dataset dataset_shard_idx": gone("the cache is data.cache_dir"),
         "shuffle_merged_datasets": to("data.order", lambda old: "shuffle" if flag(old) else "sequential"),
         "dataset_exact_deduplication curriculum_sampling min_sample_len": only(why=NEUTRAL, fix="see docs/data.md"),
-        "early_stopping_patience": only(why="a run has a number of steps", fix="set run.steps"),
+        "early_stopping_patience": later("patience"),
         "fsdp_version fsdp_final_state_dict_type dp_shard_size ddp trainer_cls": gone("strategy says it"),
         "strict": gone("every key is checked"),
         "dp_replicate_size": to("strategy.replicate", whole),
         "sequence_parallel_degree": later("cp"),
         "heads_k_stride ring_attn_func": gone("strategy.cp_method says it"),
         "wandb_project": _wandb,
-        "wandb_name wandb_run_id wandb_watch wandb_log_model wandb_mode": gone(OUTSIDE, None, ""),
+        "wandb_name mlflow_run_name": called("name"),
+        "mlflow_experiment_name": called("project"),
+        "wandb_run_id wandb_watch wandb_log_model wandb_mode": gone(OUTSIDE, None, ""),
         "use_mlflow": if_on(tracker("mlflow")),
-        "mlflow_tracking_uri mlflow_experiment_name mlflow_run_name hf_mlflow_log_artifacts": gone(OUTSIDE, None, ""),
+        "mlflow_tracking_uri hf_mlflow_log_artifacts": gone(OUTSIDE, None, ""),
         "use_comet comet_workspace comet_project_name comet_mode use_trackio trackio_project_name": gone("trackers: run.report_to", None),
         "comet_api_key hf_use_auth_token": gone(SECRET, None),
         "loss_watchdog_threshold loss_watchdog_patience": gone("health.on_spike and health.spike_zscore"),
@@ -169,6 +183,7 @@ def _combine(sheet: Sheet, first: Old) -> None:
     if algorithm == "grpo":
         rollouts(sheet, rl or first)
     guess_stage(sheet)
+    patience(sheet)
     for part, key in (("train", "datasets"), ("eval", "test_datasets")):
         if key in old and old[key].value:
             sheet.put(f"data.{part}", _sources(sheet, old[key], algorithm), old[key])

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drumline.compat.arguments import HUB, LOGS, NEUTRAL, OUTSIDE, SECRET, Defaults, training_arguments
-from drumline.compat.deepspeed import load_file, new_path
+from drumline.compat.arguments import HUB, LOGS, NEUTRAL, OUTSIDE, SECRET, Defaults, called, training_arguments
+from drumline.compat.deepspeed import load_file, new_path, tracker
 from drumline.compat.groups import put_algorithm
 from drumline.compat.rules import Rule, flag, gone, if_on, later, name_list, number, one_of, only, switch, to, whole
 from drumline.compat.sheet import AUTO, Old, Sheet, pop, refuse, shown
@@ -103,9 +103,11 @@ TABLE: dict[str, Rule] = LORA_PLUS | by_word(
         "export_hub_model_id": gone(HUB),
         "image_max_pixels": to("data.image_max_pixels", whole),
         "plot_loss print_param_status include_effective_tokens_per_second": gone(LOGS),
-        "early_stopping_steps": only(why="a run has a number of steps", fix="set run.steps"),
-        "use_swanlab": if_on(gone("name the tracker: run.report_to")),
-        "swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_logdir": gone(OUTSIDE),
+        "early_stopping_steps": later("patience"),
+        "use_swanlab": if_on(tracker("swanlab")),
+        "swanlab_project": called("project"),
+        "swanlab_run_name": called("name"),
+        "swanlab_workspace swanlab_mode swanlab_logdir": gone(OUTSIDE),
         "hf_hub_token ms_hub_token om_hub_token swanlab_api_key swanlab_lark_secret swanlab_lark_webhook_url": gone(SECRET),
     }
 )  # fmt: skip
@@ -146,6 +148,7 @@ def _combine(sheet: Sheet, stage: Old, kind: str) -> None:
     if kind == "ppo":
         rollouts(sheet, stage)
     guess_stage(sheet)
+    patience(sheet)
     for part, key in (("train", "dataset"), ("eval", "eval_dataset")):
         if key in old and old[key].value not in AUTO:
             sheet.put(f"data.{part}", _sources(sheet, old[key], old.get("dataset_dir"), old.get("max_samples"), kind), old[key])
@@ -232,6 +235,15 @@ def guess_stage(sheet: Sheet) -> None:
         del sheet.waiting["deepspeed"]
         sheet.put("strategy.kind", {"0": "ddp"}.get(stage[1], f"zero{stage[1]}"), old)
         sheet.note(old, "is not there: the stage is taken from its name, and nothing else of it")
+
+
+def patience(sheet: Sheet) -> None:
+    """Evaluations without a better one, which are counted where they come each N steps."""
+    old = sheet.waiting.pop("patience", None)
+    if old is not None and "eval_steps" in sheet.waiting and str(getattr(sheet.waiting.get("eval_strategy"), "value", "steps")) == "steps":
+        sheet.put("eval.patience", whole(old), old)
+    elif old is not None:
+        sheet.lacks(old, "evaluations are counted where they come each N steps", "set eval.every and eval.patience")
 
 
 def hold_out(sheet: Sheet, old: Old | None) -> None:

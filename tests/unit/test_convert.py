@@ -46,6 +46,7 @@ MEANINGS: dict[str, dict[str, Any]] = {
     "axolotl_qlora.yaml": {
         "adapter.quantize": "4bit", "adapter.targets": "all-linear", "optimizer.kind": "adamw_8bit", "data.truncation": "drop",
         "data.train.2": {"kind": "hub", "id": "someone/rows", "name": "small", "split": "train[:10%]"}, "run.report_to": ["wandb"],
+        "run.tracker": {"project": "songs", "name": "first"},
         "schedule.warmup_steps": 5, "batch.micro_batch": 2, "data.packing": True, "data.holdout": 3, "precision.kind": "auto",
     },
     "axolotl_dpo.yaml": {"algorithm": {"kind": "dpo", "beta": 0.2}, "strategy.kind": "fsdp2", "run.steps": 20, "precision": "bf16"},
