@@ -154,6 +154,8 @@ def rank_main(plan: str, name: str, sides: list[str], steps: int) -> None:
     RANKS = int(os.environ["WORLD_SIZE"])  # benchmarks/scaling.py has other numbers of them
     torch.set_num_threads(1)
     ranks = start("cpu", "gloo", 600.0)
+    if not dist.is_initialized():  # one process has none of Drumline's, and the loops by hand take one
+        dist.init_process_group("gloo")
     resolved = Plan.load(Path(plan))
     import drumline.train.build  # noqa: F401 - what is imported on either side is not the model's memory
 
