@@ -173,7 +173,7 @@ def data(run: RunFacts, drawings: Drawings) -> Html | None:
 def evaluations(run: RunFacts, drawings: Drawings) -> Html | None:
     """A row an evaluation; the last against the first."""
     found = run.of("eval")
-    keys = list(dict.fromkeys(key for event in found for key in event if key not in ("t", "kind", "step", "samples", "seconds")))
+    keys = list(dict.fromkeys(key for event in found for key in numbers(event) if key not in ("t", "step", "samples", "seconds")))
     if not keys:
         return None
     rows = [
