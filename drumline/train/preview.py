@@ -122,9 +122,11 @@ def _write(console: Console, path: Path) -> None:
 
 @dataclass(frozen=True)
 class Packs:
-    """What `prepare` makes of the first rows: its counts, and segments (tokens, learn) and meta of the samples that are drawn."""
+    """What `prepare` makes of the first rows: its counts, what it says of them, and segments (tokens, learn) and meta of the samples that
+    are drawn."""
 
     info: dict[str, Any]
+    notes: list[str]
     samples: list[tuple[list[tuple[Any, Any]], dict[str, Any]]]
 
 
@@ -138,7 +140,8 @@ def packed(reader: Reader, options: Options, on_progress: OnProgress) -> Packs:
         made = prepare(config, reader.job.tokenizer_path, reader.base_dir, on_progress, reader.vision)
         cache = TokenCache.open(made.train_cache)
         wanted = range(min(len(cache), options.most))
-        return Packs(cache.info, [([(t.copy(), learn.copy()) for t, learn in cache.segments(i)], cache.meta(i)) for i in wanted])
+        notes = [note for note in made.notes if note not in made.formats]
+        return Packs(cache.info, notes, [([(t.copy(), learn.copy()) for t, learn in cache.segments(i)], cache.meta(i)) for i in wanted])
 
 
 class View:
@@ -196,6 +199,8 @@ class View:
         if packs is not None:
             tokens, learned, info = packs.info["tokens"], packs.info["learned"], packs.info
             self.line(f"{info['samples']:,} packs of at most {config.data.max_length:,} tokens, {info['efficiency']:.1%} full")
+            for note in packs.notes:
+                self.line(note)
         if reader.job.tokenizer is not None:
             self.line(f"{learned:,} of {tokens:,} tokens are in the loss ({learned / tokens:.1%})" if learned else f"{tokens:,} tokens")
         named = {
