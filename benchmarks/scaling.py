@@ -4,7 +4,8 @@
 
 The same global batch on one process and on two. In each, Drumline's loop and the one by hand live in the same processes and take steps in
 turn (benchmarks/strategy_overhead.py). Each strategy is measured on both numbers of processes once a round. The speed-up of a round is
-the median step on one process over that on two, the slower rank counts; `scaling` is Drumline's speed-up divided by the other's.
+the median step on one process over that on two, the slower rank counts. `scaling` is Drumline's speed-up divided by the other's, by the
+ratios of steps that were taken in turn (the median of them on one process over that on two), since what disturbs a step disturbs both.
 """
 
 from __future__ import annotations
@@ -57,18 +58,21 @@ def planned(root: Path, name: str, ranks: int) -> Path:
 
 
 def measured(plan: Path, name: str, ranks: int, steps: int) -> dict[str, float]:
-    """Seconds of the median step of each side; of ranks the slower one counts."""
+    """Seconds of the median step of each side, and `ratio`: the median over steps of Drumline's seconds divided by the other's; of ranks
+    the slower one counts."""
     strategy_overhead.RANKS = ranks
     pairs = strategy_overhead._ranks({"plan": str(plan), "name": name, "sides": list(SIDES), "steps": steps})
     by_step = list(zip(*(each["seconds"] for each in pairs), strict=True))
-    return {side: statistics.median(max(pair[i] for pair in ranks_) for ranks_ in by_step) for i, side in enumerate(SIDES)}
+    slowest = [[max(pair[i] for pair in ranks_) for i in (0, 1)] for ranks_ in by_step]
+    medians = {side: statistics.median(pair[i] for pair in slowest) for i, side in enumerate(SIDES)}
+    return {**medians, "ratio": statistics.median(mine / other for mine, other in slowest)}
 
 
 def summary(seconds: dict[int, list[dict[str, float]]]) -> dict[str, Any]:
     """Medians over rounds, and [least, most] of what is compared."""
     pairs = list(zip(seconds[1], seconds[2], strict=True))
     gains = {side: [one[side] / two[side] for one, two in pairs] for side in SIDES}
-    scaling = [mine / other for mine, other in zip(*gains.values(), strict=True)]
+    scaling = [one["ratio"] / two["ratio"] for one, two in pairs]
     return {
         "seconds": {
             side: {n: round(statistics.median(each[side] for each in rounds), 4) for n, rounds in seconds.items()} for side in SIDES
