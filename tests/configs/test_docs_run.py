@@ -39,6 +39,7 @@ NOT_HERE = {
     "drumline train mine.yaml run.device=mps": "needs a Mac",
     "drumline eval mine.yaml --lm-eval": "downloads its questions; tests/distributed/test_eval.py has a task of its own",
     "drumline init mine.yaml": "asks questions; tests/unit/test_init.py answers",
+    "drumline convert ": "a file of another tool; tests/unit/test_convert.py",
     "drumline stop": "a run that is under way; tests/unit/test_runs.py",
     "drumline serve ": "listens until Ctrl-C; tests/distributed/test_scale.py",
     "drumline push runs/mine --to me/my-model --private": "sends; tests/unit/test_push.py has a hub",
