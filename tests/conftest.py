@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ from tests.harness import ENV
 # What a test does in process may start processes, too: of rewards, which find `tests.harness:letters` by this alone. One thread, set
 # before torch is imported: two workers with a thread a core each would wait for each other.
 os.environ.update({name: ENV[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS") if name in ENV})
+
+
+# Under `nohup` it is ignored, and so it would be by all that tests start.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

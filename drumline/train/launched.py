@@ -33,7 +33,7 @@ from drumline.report.progress import Progress
 from drumline.telemetry.events import last
 from drumline.telemetry.watched import Hang
 from drumline.train.entry import run
-from drumline.train.failure import OutOfMemory, let_go, recording
+from drumline.train.failure import OutOfMemory, let_go, note, recording
 from drumline.train.replan import advise
 from drumline.train.setup import Request, claim_run_dir, make_plan
 
@@ -99,6 +99,8 @@ def _plan(make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack
         _require_shared(plan, ranks)
     except (Exception, Interrupted) as error:
         code = error.exit_code if isinstance(error, DrumlineError) else NOTHING_LOST if isinstance(error, Interrupted) else 1
+        if isinstance(error, DrumlineError):
+            note(error)  # before the others end: some launchers stop the ranks that are left at once
         for name in ("plan", "go"):  # whichever the other ranks wait for
             publish(json.dumps({"exit_code": code}), name)
         if not isinstance(error, Interrupted):

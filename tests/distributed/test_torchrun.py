@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.distributed.ranks import free_port
@@ -70,10 +71,13 @@ def test_ranks_die_with_a_launcher_that_is_killed(config: Path, tmp_path: Path) 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "drumline", "train", str(config)]
     process = subprocess.Popen([*command, f"run.dir={run}", "run.steps=5000"], env=ENV, start_new_session=True, stdout=subprocess.DEVNULL)
     wait_for(run, "save", 10, process)
-    ranks = _children(process.pid)
+    below = psutil.Process(process.pid).children(recursive=True)
+    ranks = [child for child in below if "drumline.launchers.watcher" not in child.cmdline()]
     kill(process.pid)
     process.wait()
-    assert len(ranks) >= 2 and gone(str(tmp_path), 3 * 1.0)
+    left = psutil.wait_procs(ranks, timeout=3 * 1.0)[1]
+    assert len(ranks) >= 2 and all(each.status() == psutil.STATUS_ZOMBIE for each in left)
+    assert gone(str(tmp_path), 60), "what watches the ranks ends when it has seen that they are gone"
 
 
 @pytest.mark.full
@@ -143,12 +147,8 @@ def test_one_plan_and_one_line_for_all_ranks(config: Path, tmp_path: Path) -> No
 
 
 def _children(pid: int) -> list[int]:
-    import psutil
-
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
 def _rank(pid: int) -> str | None:
-    import psutil
-
     return psutil.Process(pid).environ().get("RANK")

@@ -25,7 +25,9 @@ def test_every_extra_has_code() -> None:
         if extra in ("dev", "bench"):
             continue
         assert packages, extra
-        first = {"pillow": "PIL", "mlflow-skinny": "mlflow", "nvidia-ml-py": "pynvml"}.get(name := re.split(r"[<>=\[]", packages[0])[0], name).replace("-", "_")
+        first = {"pillow": "PIL", "mlflow-skinny": "mlflow", "nvidia-ml-py": "pynvml"}.get(
+            name := re.split(r"[<>=\[]", packages[0])[0], name
+        ).replace("-", "_")
         assert re.search(rf"\b{first}\b", code), f"nothing uses {first} of the extra {extra}"
 
 
