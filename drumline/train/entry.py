@@ -29,7 +29,7 @@ from drumline.telemetry.events import Emit, Event, EventLog, Export, Number, Run
 from drumline.telemetry.measure import planned
 from drumline.telemetry.trackers import Callbacks, open_sinks
 from drumline.telemetry.watched import Devices
-from drumline.train.failure import note, recording, watched
+from drumline.train.failure import note, recording, say, watched
 from drumline.train.state import Goodput
 
 
@@ -197,7 +197,10 @@ class MainReporter(Reporter):
     def close(self, error: BaseException | None, goodput: Goodput) -> None:
         super().close(error, goodput)
         for sink in self.sinks:
-            sink.close()
+            try:
+                sink.close()
+            except Exception as failed:  # noqa: BLE001 - what a tracker could not write changes no run's end, and hides no error
+                say(f"note: {type(sink).__name__} could not write its last: {failed}")
         if (url := self.plan.config.checkpoint.url) is not None:
             try:
                 copy_run_files(Store(url), Path(self.plan.run_dir))

@@ -163,13 +163,13 @@ def note(error: BaseException) -> None:
     more: dict[str, object] = {}
     if isinstance(error, OutOfMemory):
         more = {"exhausted": error.exhausted.model_dump()}
-        _say("".join(traceback.format_exception(error.__cause__)))
+        say("".join(traceback.format_exception(error.__cause__)))
     if isinstance(error, DrumlineError):
         message, text, code = error.line(), "", error.rank_code or error.exit_code
-        _say(f"{'stopped' if isinstance(error, Preempted) else 'error'}: {message}")
+        say(f"{'stopped' if isinstance(error, Preempted) else 'error'}: {message}")
     else:
         message, text, code = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), 1
-        _say(text)
+        say(text)
         if dist.is_initialized() and (begun := flight.recent(most=1)):
             more = {"collective": flight.describe(begun[0])}
     if named := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -182,10 +182,11 @@ def _write(path: Path, noted: dict[str, object]) -> None:
     try:  # the agent gives up on a file that is half written
         write_whole(path, json.dumps({"message": {"message": noted["message"], "extraInfo": stack, "drumline": noted}}))
     except OSError as full:
-        _say(f"could not note the failure in {path}: {full}")
+        say(f"could not note the failure in {path}: {full}")
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print to the rank's log."""
     # The log may lie on a full disk. The exit code, by which the launcher decides how to go on, must not depend on that.
     with suppress(OSError):
         print(text, file=sys.stderr)
