@@ -72,6 +72,7 @@ def rank_on(host: Host) -> int:
     found = [
         line.split(None, 1) for line in host.run("ps", "-eo", "pid,args", "--no-headers").splitlines() if "drumline.train.entry" in line
     ]
+    assert found, host.run("ps", "-eo", "pid,ppid,args", "--no-headers")
     return int(found[0][0])
 
 
