@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from drumline.core.model import ModelConfig
-from drumline.errors import ModelError
+from drumline.errors import ConfigError, ModelError
 from drumline.models.build import build_model
 from drumline.models.load import check_fits, facts, load_config, load_tokenizer, pad_token_id
 from tests.tiny import tiny_model_dir, tiny_tokenizer
@@ -88,7 +88,7 @@ def test_the_chat_template_may_be_another(folder: str, tmp_path: Path) -> None:
     template.write_text("{% for m in messages %}<{{ m['content'] }}>{% endfor %}")
     tokenizer = load_tokenizer(folder, model_of(id=folder, chat_template=str(template)))
     assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "<x>"
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(ConfigError) as error:
         load_tokenizer(folder, model_of(id=folder, chat_template=str(tmp_path / "none.jinja")))
     assert "no such file" in line(error) and "none.jinja" in line(error)
 
