@@ -209,3 +209,19 @@ def write_images(folder: Path, number: int, seed: int = 0) -> list[str]:
         names.append(f"images/{seed}-{index}.png")
         Image.frombytes("RGB", size, draw.randbytes(3 * size[0] * size[1])).save(folder / names[-1])
     return names
+
+
+def tiny_task(rows: Path, name: str = "drum_tiny") -> str:
+    """A task of lm-eval, as YAML: two choices for each `question` of a JSONL file, of which `label` is right."""
+    return f"""
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {rows}}}}}
+validation_split: validation
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: ["drum", "line"]
+doc_to_target: "{{{{label}}}}"
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+metadata: {{version: 1.0}}
+"""

@@ -38,7 +38,7 @@ class Study:
         self.study.sampler = optuna.samplers.TPESampler(seed=seed + len(self.study.get_trials(deepcopy=False)))
 
     def points(self) -> Iterator[Point]:
-        """First those that an earlier sweep began or finished, then new ones, which rest on what is told meanwhile."""
+        """First those that an earlier sweep began or finished, then new ones, which the study chooses by the results so far."""
         known = [self._point(trial.params, trial.number) for trial in self.study.get_trials(deepcopy=False)]
         yield from known
         for _ in range(self.number - len(known)):

@@ -122,7 +122,7 @@ def marked(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.full if name in AGAIN else [])
 
 
-@pytest.mark.parametrize("name", map(marked, NEAR))
+@pytest.mark.parametrize("name", list(map(marked, NEAR)))
 def test_ends_near_ddp(runs: Path, name: str) -> None:
     mine, plain = figures(runs, name, "loss", "eval"), figures(runs, "ddp", "loss", "eval")
     assert plain[-1] < plain[0] - 1.5, "the task is learned"

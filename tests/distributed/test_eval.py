@@ -11,20 +11,7 @@ import pytest
 from drumline.errors import CheckpointError, ConfigError, EnvironmentFault, UserError
 from drumline.inference.evaluate import answers, evaluate, harness
 from tests.harness import chat_rows, drumline, events, survivors, write_config, write_rows
-from tests.tiny import tiny_model_dir
-
-TASK = """
-task: drum_tiny
-dataset_path: json
-dataset_kwargs: {{data_files: {{validation: {rows}}}}}
-validation_split: validation
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: ["drum", "line"]
-doc_to_target: "{{{{label}}}}"
-metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
-metadata: {{version: 1.0}}
-"""
+from tests.tiny import tiny_model_dir, tiny_task
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +100,7 @@ def test_lm_eval_scores_an_export_and_a_checkpoint(config: Path, run: Path, tmp_
     """A task of our own, since the harness's are on the hub: the export through its loader, the newest checkpoint from memory."""
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
     write_rows(tmp_path / "rows.jsonl", [{"question": f"{n}?", "label": n % 2} for n in range(6)])
-    (tmp_path / "task.yaml").write_text(TASK.format(rows=tmp_path / "rows.jsonl"))
+    (tmp_path / "task.yaml").write_text(tiny_task(tmp_path / "rows.jsonl"))
     found = []
     for export in (run / "export", run / "hidden"):
         assert harness(run, [], None, ["drum_tiny"], 5, tmp_path) == 0

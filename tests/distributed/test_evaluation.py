@@ -12,9 +12,8 @@ from drumline.core.load import load
 from drumline.core.plan import Plan
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
-from tests.distributed.test_eval import TASK
 from tests.harness import chat_rows, events, losses, write_config, write_rows
-from tests.tiny import tiny_model_dir
+from tests.tiny import tiny_model_dir, tiny_task
 
 pytestmark = pytest.mark.timeout(600)
 ZERO3 = {"kind": "zero3", "options": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
@@ -48,7 +47,7 @@ def plan_of(root: Path, model: Path, name: str, world_size: int, goes_on: bool =
     )
     write_rows(folder / "hard.jsonl", chat_rows(5, seed=7))
     write_rows(folder / "rows.jsonl", [{"question": f"{n}?", "label": n % 2} for n in range(6)])
-    (folder / "task.yaml").write_text(TASK.format(rows=folder / "rows.jsonl"))
+    (folder / "task.yaml").write_text(tiny_task(folder / "rows.jsonl"))
     sets = "data.eval={easy: [{kind: file, path: eval.jsonl}], hard: [{kind: file, path: hard.jsonl}]}"
     request = Request(load(path, [sets]), world_size=world_size, resume="newest" if goes_on else None, allow=("run.steps",))
     plan = make_plan(request, on_progress=lambda *_: None)

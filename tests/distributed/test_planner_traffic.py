@@ -136,7 +136,7 @@ def marked(row: Row) -> Any:
     return pytest.param(row, id=row.name, marks=[] if row.name in KEPT else pytest.mark.full)
 
 
-@pytest.mark.parametrize("row", map(marked, EXACT))
+@pytest.mark.parametrize("row", list(map(marked, EXACT)))
 def test_the_planner_says_what_a_step_sends(runs: Path, row: Row) -> None:
     folder = runs / slug(row)
     plan = Plan.load(folder / "run" / "plan.json")

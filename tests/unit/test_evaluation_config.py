@@ -12,7 +12,7 @@ from drumline.errors import ConfigError, DataError, EnvironmentFault, PlanError,
 from drumline.train.setup import Request, make_plan
 from drumline.train.tasks import manager_of, metrics_of, require
 from tests.harness import labelled_rows, write_config, write_rows
-from tests.tiny import tiny_model_dir
+from tests.tiny import tiny_model_dir, tiny_task
 
 MISTAKES = {
     "eval.patience=2": "patience counts evaluations: set every",
@@ -85,26 +85,13 @@ def test_prompts_that_leave_no_room(config: Path) -> None:
         plan(config, "eval={samples: 2, max_new_tokens: 100000}", dry_run=False)
 
 
-TASK = """
-task: mine
-dataset_path: json
-dataset_kwargs: {{data_files: {{validation: {rows}}}}}
-validation_split: validation
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: ["drum", "line"]
-doc_to_target: "{{{{label}}}}"
-metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
-"""
-
-
 @pytest.mark.full
 def test_tasks_are_looked_at_before_the_start(config: Path) -> None:
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
     rows = write_rows(config.parent / "rows.jsonl", [{"question": f"{n}?", "label": n % 2} for n in range(4)])
-    (config.parent / "mine.yaml").write_text(TASK.format(rows=rows))
+    (config.parent / "mine.yaml").write_text(tiny_task(rows, "mine"))
     (config.parent / "torn.yaml").write_text("task: [")
-    (config.parent / "no_data.yaml").write_text(TASK.format(rows=config.parent / "nowhere.jsonl"))
+    (config.parent / "no_data.yaml").write_text(tiny_task(config.parent / "nowhere.jsonl", "mine"))
     for options, line in (
         ("eval={tasks: [mine.yaml], metric: tasks/mine/acc}", None),
         ("eval={tasks: [mine.yaml], metric: tasks/mine/f1}", "no task has 'tasks/mine/f1' — one of tasks/mine/acc"),
