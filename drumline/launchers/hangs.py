@@ -44,12 +44,14 @@ class Seen:
 
 @dataclass(frozen=True)
 class Hang:
-    """`culprit`: its rank; None where all of this host wait for others. `why`: in words. `seen`: all ranks of this host."""
+    """`culprit`: its rank; None where all of this host wait for others. `why`: in words. `seen`: all ranks of this host. `sure`:
+    it is none that only waits for another host."""
 
     culprit: int | None
     ranks: tuple[int, ...]  # all culprits
     why: str
     seen: tuple[Seen, ...]
+    sure: bool = True
 
     @property
     def of(self) -> Seen:
@@ -124,6 +126,7 @@ def name_hang(seen: list[Seen], elsewhere: bool) -> Hang:
     asleep = [each for each in seen if each.state == "D"]
     different = first_difference(known)
     missing = _missing(seen)
+    sure = True
     if different is None and (placed := first_difference(known, lines=True)) and (not missing or LEFT_OUT in blame(placed, known)[1]):
         different = placed  # ranks may begin the same ones at other lines, so this counts only where nothing else explains it
     unborn = [each for each in seen if not each.begun]
@@ -141,12 +144,14 @@ def name_hang(seen: list[Seen], elsewhere: bool) -> Hang:
     elif missing:
         blamed, why = missing, _why_missing(missing, seen)
     elif elsewhere and all(each.waiting for each in seen):
-        return Hang(None, (), "all ranks of this host wait for others", tuple(seen))
+        return Hang(None, (), "all ranks of this host wait for others", tuple(seen), sure=False)
     else:
+        # One that gave no answer may have had no core to give it.
+        sure = not elsewhere or any(each.collectives is not None and not each.waiting for each in seen)
         first = min(each.step for each in seen)
         blamed = [each for each in seen if each.step == first and not each.waiting] or [each for each in seen if each.step == first]
         why = "it has not moved on" if len(seen) > 1 else "it does not move on"
-    return Hang(blamed[0].rank, tuple(each.rank for each in blamed), why, tuple(seen))
+    return Hang(blamed[0].rank, tuple(each.rank for each in blamed), why, tuple(seen), sure)
 
 
 def _missing(seen: list[Seen]) -> list[Seen]:

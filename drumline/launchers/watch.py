@@ -87,7 +87,7 @@ class Watch:
             return None
         elsewhere = max(self.ranks, len(beating)) < self.world_size
         hang = name_hang(self._seen(beating, running), elsewhere)
-        return None if hang.culprit is None and min(late) < ELSEWHERE_SECONDS and elsewhere else hang
+        return None if elsewhere and not hang.sure and min(late) < ELSEWHERE_SECONDS else hang
 
     def _late(self, place: int, pid: int) -> float:
         """Seconds beyond the limit. On a host with too much to do, those that the rank waited for a core are not its own."""

@@ -98,6 +98,12 @@ def test_where_all_of_a_host_wait_another_one_is_to_blame() -> None:
     assert name_hang(waiting, elsewhere=False).culprit == 0
 
 
+def test_without_an_answer_another_host_may_be_to_blame() -> None:
+    silent = Seen(0, "backward", 7, 6.0, 5.0)
+    assert name_hang([silent], elsewhere=False).sure and not name_hang([silent], elsewhere=True).sure
+    assert name_hang([seen(0, entry(1))], elsewhere=True).sure and name_hang([Seen(0, "data", 7, 6.0, 5.0, state="T")], elsewhere=True).sure
+
+
 def test_the_stack_shows_the_main_thread_and_those_at_work() -> None:
     stacks = (
         'Thread 0x1 (most recent call first):\n  File "/x/core/heartbeat.py", line 1 in _answer\n\n'
