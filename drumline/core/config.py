@@ -297,6 +297,15 @@ class Config(Section):
             )
         if self.plain and (self.adapter.kind != "none" or self.data.holdout):
             raise ValueError(f"model.kind python has no {'data.holdout: give data.eval' if self.data.holdout else 'adapter'}")
+        if self.plain and (key := self.data.chosen or self.data.ordered):
+            raise ValueError(f"data.{key} is of rows with columns, and model.kind python takes samples as they are: leave it out")
+        if self.algorithm.rollout is not None and (key := self.data.ordered):
+            raise ValueError(f"data.{key} orders samples, and prompts are dealt by algorithm.curriculum: use its weights")
+        if self.data.stream and self.run.steps is None:
+            raise ValueError("data.stream reads rows as it goes, and does not know where they end: set run.steps")
+        if self.data.stream and (self.head not in ("lm", "score") or self.algorithm.reference_of(self) == "precomputed"):
+            kind = "its labels" if self.head not in ("lm", "score") else "algorithm.reference: precomputed (live or adapter does not)"
+            raise ValueError(f"data.stream has a block of rows at a time, and {kind} need all of them")
         return self
 
     @property

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from drumline.core.mixing import CurriculumKey, DecontaminateKey, DuplicatesKey, Mixed, StreamKey
 from drumline.core.registry import Registered, Spec, find_object, imported
 from drumline.core.section import MOST_SEED, Amount, PathText, Section, Short, Steps
 from drumline.core.urls import is_url, secret_mistake
@@ -49,7 +50,7 @@ class Columns(Section):
     images: str | None = Field(None, description="Column with a list of image paths, for messages that mark the positions of images.")
 
 
-class SourceSpec(Spec):
+class SourceSpec(Spec, Mixed):
     """A kind of data source. One of your own overrides `rows`, and adds keys of its own."""
 
     group: ClassVar[str] = "sources"
@@ -90,6 +91,7 @@ class SourceSpec(Spec):
         "auto", description="How another tool has written the rows (see docs/data.md); auto: by their columns; own: not at all."
     )
     limit: Steps | None = Field(None, description="Take at most this many rows.")
+    where: str | None = Field(None, description="SQL condition on a row's columns, run by DuckDB; other rows are left out.")
     domain: str | None = Field(None, description="ppo, grpo: name of these prompts in the metrics; null: the task's or file's name.")
     set: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = Field(
         None, description="data.eval: the evaluation set that these rows belong to; what is measured on it is then also NAME/loss."
@@ -261,6 +263,16 @@ class DataConfig(Section):
         default_factory=list,
         description="Held-out rows: sources as for train, or evaluation sets by name: {easy: easy.jsonl, hard: [...]}.",
     )
+    where: str | None = Field(None, description="The same for the rows of every training source.")
+    temperature: float | None = Field(
+        None, ge=0.1, le=1000, description="Sources share an epoch by size^(1/temperature): 1 as they are, large: all alike."
+    )
+    duplicates: DuplicatesKey = Field(None, description="Keep the first of training rows that are alike: exact | near; null: all.")
+    decontaminate: DecontaminateKey = Field(None, description="Leave out training rows that hold rows of `eval`; true: by 13-grams.")
+    curriculum: CurriculumKey = Field(None, description="The first epochs go by length, or by a column; null: all are shuffled.")
+    stream: StreamKey = Field(
+        None, description="Tokenise blocks of rows while training reads them: data may be larger than the disk. Requires run.steps."
+    )
     holdout: Amount = Field(0, description="Without `eval`: hold out this many training rows, chosen by a hash of their content.")
     max_length: int = Field(1024, gt=1, le=10**8, description="Maximum tokens of a training sequence or a pack.")
     truncation: Literal["error", "right", "left", "drop"] = Field(
@@ -300,3 +312,44 @@ class DataConfig(Section):
         for source in self.eval:
             found.setdefault(source.set or "", []).append(source)
         return found
+
+    @property
+    def mixed(self) -> bool:
+        """Whether an epoch has another number of samples of some source than the source has; then no pack holds rows of two sources."""
+        return self.stream is None and (self.temperature is not None or any(source.mixes for source in self.train))
+
+    @property
+    def ordered(self) -> str:
+        """A key that says which samples come when; empty without one."""
+        mixes = (f"train[{at}].{key}" for at, each in enumerate(self.train) for key in Mixed.model_fields if getattr(each, key) is not None)
+        return next((key for key in ("temperature", "curriculum", "stream") if getattr(self, key, None) is not None), next(mixes, ""))
+
+    @property
+    def chosen(self) -> str:
+        """A key that leaves rows out; empty without one."""
+        own = (f"{role}[{at}].where" for role in ("train", "eval") for at, each in enumerate(getattr(self, role)) if each.where is not None)
+        return next((key for key in ("where", "duplicates", "decontaminate") if getattr(self, key) is not None), next(own, ""))
+
+    @model_validator(mode="after")
+    def _agrees(self) -> DataConfig:
+        for role, sources in (("train", self.train), ("eval", self.eval)):
+            for place, source in enumerate(sources):
+                name = f"{role}[{place}]"
+                if role == "eval" and source.mixes:
+                    raise ValueError(f"{name}: weight, repeats and cap are of training rows; held-out rows are gone through once")
+                if source.repeats is not None and source.weight is not None:
+                    raise ValueError(f"{name}: weight and repeats both say how much an epoch has of it; keep one")
+        for name in ("holdout", "duplicates", "temperature"):
+            if self.stream and getattr(self, name):
+                raise ValueError(f"{name} needs all rows at once, and a stream has a block of them; leave one of the two out")
+        if self.stream and (key := next((key for key in ("repeats", "cap") for each in self.train if getattr(each, key)), None)):
+            raise ValueError(f"{key} is a part of an epoch, and a stream has none; use weight")
+        by_weight = [source.weight is not None for source in self.train if source.repeats is None]
+        if any(by_weight) and not all(by_weight):
+            at = next(place for place, source in enumerate(self.train) if source.weight is None and source.repeats is None)
+            raise ValueError(f"train[{at}] has no weight, and others have: give it one, or `repeats`")
+        if any(by_weight) and self.temperature is not None:
+            raise ValueError("temperature makes weights of sizes, and weights are set: keep one of them")
+        if self.decontaminate and not self.eval:
+            raise ValueError("decontaminate compares rows with those of `eval`, and there are none; with holdout use duplicates: near")
+        return self

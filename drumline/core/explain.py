@@ -71,10 +71,12 @@ def explain(plan: Plan) -> str:
         (
             "data",
             f"{data.train_samples} training samples ({count(data.train_tokens)} tokens), {data.eval_samples} held out"
+            + (f"; {data.epoch_samples} an epoch" if data.epoch_samples else "")
             if data
             else "not prepared yet: `drumline prepare` or `drumline train` does it",
         ),
     ]
+    rows += [("mixture", line.removeprefix("data.train: ")) for line in (data.mixture if data else ())]
     if plan.deepspeed:
         rows.append(("DeepSpeed", json.dumps(plan.deepspeed)))
     predicted = plan.predicted

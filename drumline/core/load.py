@@ -285,8 +285,8 @@ def to_yaml(config: Config) -> str:
 FREE = (
     "strategy", "launch", "cluster", "checkpoint", "eval", "health", "memory", "compile",
     "run.dir", "run.deterministic", "run.device", "run.log_every", "run.report_to", "run.tracker", "run.callbacks",
-    "data.workers", "data.prefetch", "data.verify", "data.cache_dir", "algorithm.loss_chunk", "algorithm.reward_failure", "model.attention",
-    "model.trust_remote_code",
+    "data.workers", "data.prefetch", "data.verify", "data.cache_dir", "data.stream.blocks", "algorithm.loss_chunk",
+    "algorithm.reward_failure", "model.attention", "model.trust_remote_code",
 )  # fmt: skip
 
 

@@ -49,6 +49,24 @@ def _by_name(value: Any) -> Any:
     return {"": value} if isinstance(value, str) else {} if value is None else value
 
 
+class SourcePlan(Frozen):
+    """What became of the rows of a source."""
+
+    name: str
+    read: int = Field(0, description="Rows read.")
+    filtered: int = Field(0, description="Of these, left out by a condition.")
+    ties: int = Field(0, description="Left out: answers of which none is the better.")
+    contaminated: int = Field(0, description="Left out: they hold evaluation rows.")
+    too_long: int = 0
+    unlearned: int = Field(0, description="Skipped: nothing to learn.")
+    duplicates: int = Field(0, description="Left out: alike an earlier row.")
+    truncated: int = Field(0, description="Cut, and kept.")
+    rows: int = Field(0, description="In the samples; the rest of those read are held out.")
+    tokens: int = Field(0, description="Of these rows.")
+    samples: int | None = Field(None, description="null: packs hold rows of several sources.")
+    per_epoch: int = Field(0, description="Samples of it in an epoch: fewer or more than it has, where data.train is mixed.")
+
+
 class DataPlan(Frozen):
     """The prepared data: folders of the token cache (see data.prepare) and what they hold."""
 
@@ -69,11 +87,37 @@ class DataPlan(Frozen):
     identity: DataIdentity | None = Field(None, description="Of the training data.")
     formats: tuple[str, ...] = Field((), description="Sources whose rows were read from a format of another tool, in words.")
     left_out: tuple[str, ...] = Field((), description="How many rows were cut, dropped or skipped, in words.")
+    sources: tuple[SourcePlan, ...] = Field((), description="Of the training rows.")
+    eval_sources: tuple[SourcePlan, ...] = ()
+    stream: bool = Field(False, description="Rows are tokenised while training reads them: counts are of the first block.")
+    epoch_samples: int = Field(0, description="Samples of an epoch where sources are mixed; 0: train_samples.")
+
+    @property
+    def epoch(self) -> int:
+        """Samples of an epoch; 0 in a stream, which has none."""
+        return 0 if self.stream else self.epoch_samples or self.train_samples
+
+    @property
+    def tokens_per_sample(self) -> float:
+        """Mean over an epoch."""
+        if not self.epoch_samples:
+            return self.train_tokens / self.train_samples
+        return sum(each.per_epoch * each.tokens / each.samples for each in self.sources if each.samples) / self.epoch
+
+    @property
+    def mixture(self) -> tuple[str, ...]:
+        """A line for each source that an epoch does not have once."""
+        return tuple(
+            f"data.train: an epoch has {each.per_epoch:,} samples of {each.name}, × {each.per_epoch / max(1, each.samples):.3g} of its"
+            f" {each.samples:,} ({each.per_epoch / self.epoch:.1%} of it)"
+            for each in (self.sources if self.epoch_samples else ())
+            if each.samples is not None
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user is to know of the rows."""
-        return self.formats + self.left_out
+        return self.formats + self.left_out + self.mixture
 
 
 class PipelinePlan(Frozen):
@@ -158,7 +202,7 @@ class Layout(Frozen):
             return 1.0
         if data is None or not data.train_samples:
             return float(self.length)
-        mean = data.train_tokens / (data.train_samples * config.algorithm.rows_per_sample)
+        mean = data.tokens_per_sample / config.algorithm.rows_per_sample
         return min(float(self.length), mean + config.algorithm.new_tokens)
 
     @property

@@ -200,7 +200,7 @@ def total_samples(config: Config, batch: BatchPlan, data: DataPlan) -> int:
     too end on a full batch, its last samples taken from the epoch that would follow: a batch norm would see what fills it up."""
     if config.run.steps is not None:
         return config.run.steps * batch.global_samples
-    samples = max(1, round(config.run.epochs * data.train_samples))
+    samples = max(1, round(config.run.epochs * data.epoch))
     return math.ceil(samples / batch.global_samples) * batch.global_samples if config.images_alone or config.plain else samples
 
 

@@ -33,7 +33,7 @@ import numpy.typing as npt
 from drumline.core import files
 from drumline.errors import DataError, EnvironmentFault
 
-VERSION = 3  # raise it when the same input gives other files
+VERSION = 4  # raise it when the same input gives other files
 BLOCK = 1 << 26  # bytes that a checksum covers, so that ranks can divide one large file
 PIECE = 1 << 20  # bytes read at once
 Segment = tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint8]]
@@ -92,8 +92,12 @@ def read_info(folder: Path) -> dict[str, Any] | None:
 
 
 def left_out(name: str, info: dict[str, Any]) -> list[str]:
-    """A line with the numbers of rows of data.`name` that were cut, dropped or skipped, or none. `info`: of a cache of it."""
+    """A line with the numbers of rows of data.`name` that were cut or left out, or none. `info`: of a cache of it."""
     reasons = {
+        "filtered": "left out by `where`",
+        "ties": "left out: none of their answers is the better",
+        "contaminated": "left out: they hold rows of data.eval",
+        "duplicates": "left out: alike an earlier row",
         "truncated": f"cut at {info['limit']:,} tokens",
         "dropped_too_long": f"dropped: longer than {info['limit']:,} tokens",
         "dropped_unlearned": "skipped: nothing to learn",
@@ -102,38 +106,85 @@ def left_out(name: str, info: dict[str, Any]) -> list[str]:
     return [f"data.{name}: {'; '.join(parts)}"] if parts else []
 
 
-def write_layout(
-    folder: Path,
-    segments: npt.NDArray[np.int64],
-    samples: npt.NDArray[np.int64],
-    learned_of_segment: npt.NDArray[np.int64],
-    metas: Sequence[bytes] = (),
-) -> dict[str, int]:
-    """Counts for info.json; writes the index files. Samples with neither a target nor a meta are left out (`metas`: of all, or none)."""
-    lengths = np.add.reduceat(segments[:, 1] - segments[:, 0], samples[:-1])
-    learned = np.add.reduceat(learned_of_segment, samples[:-1])
-    keep = learned > 0
-    if metas:
-        keep |= np.asarray([bool(meta) for meta in metas])
-        metas = list(compress(metas, keep))
-    if not keep.all():
-        per_sample = np.diff(samples)
-        segments, samples = segments[np.repeat(keep, per_sample)], bounds(per_sample[keep])
-        lengths, learned = lengths[keep], learned[keep]
-    if any(metas):
-        (folder / "meta.bin").write_bytes(b"".join(metas))
-        np.save(folder / "meta.npy", bounds([len(meta) for meta in metas]))
-    np.save(folder / "segments.npy", segments)
-    np.save(folder / "samples.npy", samples)
-    np.save(folder / "lengths.npy", lengths.astype(np.int32))
-    np.save(folder / "learned.npy", learned.astype(np.int64))
-    return {
-        "samples": len(lengths),
-        "segments": len(segments),
-        "tokens": int(lengths.sum()),
-        "learned": int(learned.sum()),
-        "longest": int(lengths.max(initial=0)),
-    }
+class Column:
+    """A .npy file that grows at its end: its header leaves room for any number of rows, as numpy writes it."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], *width: int) -> None:
+        self.dtype, self.width, self.count = dtype, width, 0
+        self.file = path.open("wb")
+        self._head()
+
+    def _head(self) -> None:
+        header = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (self.count, *self.width)}
+        np.lib.format.write_array_header_1_0(self.file, header)
+
+    def add(self, values: npt.NDArray[Any]) -> None:
+        self.file.write(np.ascontiguousarray(values, self.dtype).tobytes())
+        self.count += len(values)
+
+    def close(self) -> None:
+        self.file.seek(0)
+        self._head()
+        self.file.close()
+
+
+class Layout:
+    """Writes the index files of a cache, some samples at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        types = {"samples": np.int64, "lengths": np.int32, "learned": np.int64, "meta": np.int64}
+        self.columns = {name: Column(folder / f"{name}.npy", np.dtype(of)) for name, of in types.items()}
+        self.columns["segments"] = Column(folder / "segments.npy", np.dtype(np.int64), 2)
+        self.folder, self.metas = folder, (folder / "meta.bin").open("wb")
+        self.tokens = self.learned = self.longest = 0
+        for name in ("samples", "meta"):
+            self.columns[name].add(np.zeros(1, np.int64))
+
+    @property
+    def samples(self) -> int:
+        """Written so far."""
+        return self.columns["lengths"].count
+
+    def add(
+        self,
+        segments: npt.NDArray[np.int64],
+        samples: npt.NDArray[np.int64],
+        learned_of_segment: npt.NDArray[np.int64],
+        metas: Sequence[bytes] = (),
+    ) -> Sequence[bytes]:
+        """Add samples, in these arrays as the files have them; those with neither a target nor a meta are left out (`metas`: of all, or
+        none). Returns the metas of the others."""
+        lengths = np.add.reduceat(segments[:, 1] - segments[:, 0], samples[:-1])
+        learned = np.add.reduceat(learned_of_segment, samples[:-1])
+        keep = learned > 0
+        if metas:
+            keep |= np.asarray([bool(meta) for meta in metas])
+            metas = list(compress(metas, keep))
+        if not keep.all():
+            per_sample = np.diff(samples)
+            segments, samples = segments[np.repeat(keep, per_sample)], bounds(per_sample[keep])
+            lengths, learned = lengths[keep], learned[keep]
+        sizes = np.asarray([len(meta) for meta in metas] or np.zeros(len(lengths)), np.int64)
+        self.columns["samples"].add(samples[1:] + self.columns["segments"].count)
+        self.columns["meta"].add(self.metas.tell() + np.cumsum(sizes))
+        self.metas.write(b"".join(metas))
+        for name, values in (("segments", segments), ("lengths", lengths), ("learned", learned)):
+            self.columns[name].add(values)
+        self.tokens += int(lengths.sum())
+        self.learned += int(learned.sum())
+        self.longest = max(self.longest, int(lengths.max(initial=0)))
+        return metas
+
+    def close(self) -> dict[str, int]:
+        """Counts for info.json."""
+        for column in self.columns.values():
+            column.close()
+        self.metas.close()
+        if not (self.folder / "meta.bin").stat().st_size:
+            (self.folder / "meta.bin").unlink()
+            (self.folder / "meta.npy").unlink()
+        numbers = {"samples": self.samples, "segments": self.columns["segments"].count}
+        return {**numbers, "tokens": self.tokens, "learned": self.learned, "longest": self.longest}
 
 
 def bounds(sizes: Any) -> npt.NDArray[np.int64]:

@@ -28,6 +28,7 @@ from drumline.models.files import tokenizer_folder
 from drumline.models.templates import read_template
 from drumline.models.vision import Vision
 
+_APART = {"set", "weight", "repeats", "cap"}  # change no token of a source
 # Files of a tokenizer, in any of the formats that transformers loads.
 _TOKENIZER_FILES = re.compile(r"(tokenizer|vocab|chat_template).*|(special_tokens_map|added_tokens)\.json|merges\.txt|.*\.(model|tiktoken)")
 
@@ -49,6 +50,16 @@ def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: 
         "holdout": 0 if role == "eval" else data.holdout,
         **config.algorithm.cache_parts(),
     }
+    if role != "eval":
+        names = ("where", "mixed", "duplicates", "decontaminate")
+        held_out = [_source(source, base_dir) for source in data.eval if data.decontaminate]
+        stream = data.stream and [data.stream.rows, *(source.weight for source in sources)]
+        parts["chosen"] = {
+            **{name: getattr(data, name) for name in names},
+            "eval": held_out,
+            "by": data.curriculum and data.curriculum.by,
+            "stream": stream,
+        }
     if vision is not None or config.images_alone:
         files = [file for source in sources if isinstance(source, FileSource) for file in locate(source, base_dir)]
         parts["folders"] = [str(base_dir.absolute()), *(str(file.folder.absolute()) for file in files)]
@@ -59,7 +70,7 @@ def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: 
 
 def _source(source: Source, base_dir: Path) -> dict[str, Any]:
     """The settings of a source and its content, without the paths of its files."""
-    settings = source.model_dump(exclude={"path", "set"})
+    settings = source.model_dump(exclude={"path", *_APART})
     if isinstance(source, FileSource):
         return {**settings, "content": [(file.kind, file.content()) for file in locate(source, base_dir)]}
     if isinstance(source, HubSource):
@@ -75,7 +86,7 @@ def _source(source: Source, base_dir: Path) -> dict[str, Any]:
     if isinstance(source, DigitsSource):
         return {**settings, "content": str(cache_dir())}
     if not isinstance(source, SavedSource):
-        return {**source.model_dump(exclude={"set"}), "content": source.content(base_dir)}
+        return {**source.model_dump(exclude=_APART), "content": source.content(base_dir)}
     folder = base_dir / Path(source.path).expanduser()
     if not folder.is_dir():
         raise DataError(f"no such folder: {folder}", where="data source", fix="paths are relative to the folder of the YAML")

@@ -13,6 +13,7 @@ import lzma
 import os
 import re
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,12 +21,16 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from drumline.core.data import COMPRESSED, KINDS_OF_FILES, FileSource, kind_of_file
+from drumline.core.files import kept
 from drumline.core.redact import redact
 from drumline.core.urls import is_url
 from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import MIB, first_line, judged, open_plain
+from drumline.hardware.detect import cache_dir
 
 MOST_FILE = 2**38  # bytes: all are hashed before the first row is read (minutes), and holes of sparse files are hashed too
+LARGE = 64 * MIB  # of a file whose hash is kept
+SETTLED_SECONDS = 2.0  # after a change: times of files have ticks, and a second change in one would go unseen
 MOST_APART = 2**36  # bytes of a compressed file that is unpacked into a temporary one
 # Of a remote file, by whose change it is another one: what S3, GCS, the hub, web servers and local disks tell of it.
 _STATE = ("size", "ETag", "etag", "md5Hash", "blob_id", "Last-Modified", "LastModified", "updated", "mtime", "created", "Content-MD5")
@@ -245,8 +250,24 @@ def _picked(names: list[str], source: FileSource) -> list[str]:
 
 
 def hash_file(path: Path) -> str:
-    """sha256 of a file's content. Raises DataError unless it is a plain file of at most `MOST_FILE`."""
+    """sha256 of a file's content. That of a large file is kept beside the caches until its size, inode or times change, so that a start
+    with a warm cache reads none of it. Raises DataError unless it is a plain file of at most `MOST_FILE`."""
     with open_plain(path, DataError) as file:
-        if path.stat().st_size > MOST_FILE:
+        state = os.fstat(file.fileno())
+        if state.st_size > MOST_FILE:
             raise DataError(f"a file of more than {MOST_FILE // 2**30} GiB", where=str(path), fix="part it into several files")
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        stamp = [state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
+
+        def make() -> str:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+        def read(text: str) -> str:
+            found = json.loads(text)
+            if not isinstance(found, list) or len(found) != 2 or found[0] != stamp:
+                raise ValueError("the file has changed")
+            return str(found[1])
+
+        if state.st_size < LARGE or time.time() - state.st_ctime < SETTLED_SECONDS:
+            return make()
+        name = hashlib.sha256(str(path.absolute()).encode(errors="surrogateescape")).hexdigest()[:32]
+        return kept(cache_dir() / "hashes" / name, read, make, lambda digest: json.dumps([stamp, digest]))

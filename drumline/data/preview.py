@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.core.config import Config
-from drumline.data.sources import Row, read_rows
+from drumline.data.make import Task, rows_of
+from drumline.data.sources import Row
+from drumline.data.stage import Stage
 from drumline.data.templates import Encoded, Example, special_ids
 from drumline.data.workers import Job
 from drumline.errors import DataError
@@ -71,15 +73,16 @@ class Reader:
         self.job = Job(tokenizer_path, config.model, config.algorithm, config.data, vision)
         wide = config.data.model_copy(update={"max_length": NO_LIMIT, "truncation": "right"})
         self.full = replace(self.job, data=wide)
+        self.outcomes = Stage(Path(), np.dtype(np.uint16))  # its counts alone: of rows that conditions left out
         self.special = special_ids(self.job.tokenizer) if self.job.tokenizer is not None else set()
 
     def rows(self, wanted: int | None, first: int) -> Iterator[tuple[int, Row | DataError]]:
         """The `first` rows of each source, numbered from 1; or the `wanted` one alone, wherever it is. The last may be why a source cannot
         be read on. Raises DataError where there is no such row."""
-        number = 0
-        for source in self.config.data.train:
+        number, task = 0, Task(self.config, self.config.data.train, Path(), None)
+        for place in range(len(task.sources)):
             try:
-                for row in islice(read_rows(source, self.base_dir, self.config.algorithm.forms), None if wanted else first):
+                for row in islice(rows_of(task, place, self.base_dir, self.outcomes), None if wanted else first):
                     number += 1
                     if wanted in (None, number):
                         yield number, row

@@ -19,7 +19,7 @@ import json
 import socket
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -36,6 +36,7 @@ from drumline.errors import DataError
 from drumline.foreign import first_line, judged
 
 Tools = list[dict[str, Any]]
+Keep = Callable[[Iterator[tuple[Path, Raw]]], Iterator[tuple[Path, Raw]]]
 OPTIONAL = ("margin", "images", "tools")
 TALKS = {"messages", "prompt", "chosen"}  # parts that a chat template renders
 
@@ -51,17 +52,26 @@ class Row:
     folder: Path = field(default=Path(), compare=False)  # of its data file, or of the YAML: paths in the row are relative to it
     domain: str = field(default="", compare=False)
     format: str = field(default="", compare=False)  # that it was read from; empty: it had a form of ours
+    source: int = field(default=0, compare=False)  # its number in the list of sources
 
 
-def read_rows(source: Source, base_dir: Path, forms: Forms = TEXT_FORMS, ties: Counter[str] | None = None) -> Iterator[Row]:
-    """The rows of `source` in its own order, at most `source.limit`; file paths are relative to `base_dir`. Rows of answers without a
-    better one are left out, and counted in `ties` under the source's name. Raises DataError for a source that cannot be read, has no rows,
-    or has a row without a mapped column."""
+def read_rows(
+    source: Source,
+    base_dir: Path,
+    forms: Forms = TEXT_FORMS,
+    ties: Counter[str] | None = None,
+    number: int = 0,
+    keep: Keep | None = None,
+) -> Iterator[Row]:
+    """The rows of `source`, number `number` of its list, in its own order, at most `source.limit`; file paths are relative to `base_dir`.
+    `keep`: which raw rows are taken, perhaps none. Rows of answers without a better one are left out, and counted in `ties` under the
+    source's name. Raises DataError for a source that cannot be read, has no rows, or has a row without a mapped column."""
     count, undecided, names = 0, 0, domains(source)
     mapped = any(getattr(source.columns, part) is not None for part in Columns.model_fields.keys() - set(OPTIONAL))
     if mapped and source.format not in ("auto", "own"):
         raise DataError("`columns` and `format` say two things", where=describe(source), fix="leave one of them out")
-    for count, (folder, (origin, values)) in enumerate(islice(_raw(source, base_dir, forms), source.limit), 1):
+    raw = _raw(source, base_dir, forms)
+    for count, (folder, (origin, values)) in enumerate(islice(raw if keep is None else keep(raw), source.limit), 1):
         try:
             name, values = shaped(values, forms, source.format, origin) if not mapped else ("", values)
         except Tie:
@@ -72,8 +82,8 @@ def read_rows(source: Source, base_dir: Path, forms: Forms = TEXT_FORMS, ties: C
             fix = "use algorithm sft, or take the images out"
             raise DataError(f"row {count} holds images, which this algorithm does not take", where=origin, fix=fix)
         (domain,) = names if len(names) == 1 else (row.extra["task"],)
-        yield replace(row, folder=folder, domain=domain, format=name)
-    if count == undecided:
+        yield replace(row, folder=folder, domain=domain, format=name, source=number)
+    if count == undecided and (count or keep is None):
         what = f"all {count} rows are ties: none has a better answer" if count else "the dataset is empty: it has no rows"
         raise DataError(what, where=describe(source))
     if undecided and ties is not None:

@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from drumline.core.plan import BatchPlan
-from drumline.data.cache import TokenCache
 
 Ints = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
@@ -39,10 +38,14 @@ class GlobalOrder:
 
     def ids(self, start: int, stop: int) -> Ints:
         """Sample ids int64[stop - start] at global positions [start, stop)."""
-        epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.size)
+        return self.at(np.arange(start, stop, dtype=np.int64))
+
+    def at(self, positions: Ints) -> Ints:
+        """Sample ids at any global positions."""
+        epochs, places = np.divmod(positions, self.size)
         if not self.shuffle:
             return places
-        keys = _mix(_mix(np.full(len(places), self.seed % 2**64, np.uint64)) ^ epochs.astype(np.uint64))
+        keys = mix(mix(np.full(len(places), self.seed % 2**64, np.uint64)) ^ epochs.astype(np.uint64))
         ids = self._permute(places.astype(np.uint64), keys)
         while (outside := np.flatnonzero(ids >= self.size)).size:
             ids[outside] = self._permute(ids[outside], keys[outside])
@@ -53,11 +56,87 @@ class GlobalOrder:
         left, right = values >> self._half, values & self._mask
         for _ in range(_FEISTEL_ROUNDS):
             keys = keys + _GOLDEN
-            left, right = right, left ^ (_mix(right + keys) & self._mask)
+            left, right = right, left ^ (mix(right + keys) & self._mask)
         return (left << self._half) | right
 
 
-def _mix(values: UInt64s) -> UInt64s:
+class Order(Protocol):
+    """The endless sequence of sample ids; an epoch is `size` of them."""
+
+    @property
+    def size(self) -> int: ...
+    def ids(self, start: int, stop: int) -> Ints: ...
+
+
+class MixedOrder:
+    """The sequence of sample ids where epochs have other numbers of samples of some sources than these have: source i has `sizes[i]`
+    samples, with the ids that follow those of the source before it, and `counts[i]` places in each epoch. A shuffled epoch deals its
+    places by a permutation; place j of source i in epoch e is draw e × counts[i] + j of the source, whose draws are a `GlobalOrder` of its
+    own: each of its samples comes once before any comes again. The first `rising` epochs of a curriculum go through the sources side by
+    side, evenly interleaved, each from its first sample to its last (`falling`: back), whose ids are in the order of the curriculum."""
+
+    def __init__(
+        self, sizes: Sequence[int], counts: Sequence[int], seed: int, shuffle: bool, rising: int = 0, falling: bool = False
+    ) -> None:
+        assert len(sizes) == len(counts) and sum(counts) > 0 and all(s > 0 or c == 0 for s, c in zip(sizes, counts, strict=True))
+        self.sizes, self.counts, self.rising, self.falling = list(sizes), list(counts), rising, falling
+        self.places = GlobalOrder(sum(counts), seed, shuffle)
+        self.firsts = np.cumsum([0, *sizes])
+        self.slots = np.cumsum([0, *counts])
+        seeds = mix(np.arange(len(sizes), dtype=np.uint64) ^ mix(np.full(1, seed % 2**64, np.uint64)))
+        self.orders = [GlobalOrder(max(size, 1), int(own), shuffle) for size, own in zip(sizes, seeds, strict=True)]
+
+    @property
+    def size(self) -> int:
+        return self.places.size
+
+    def ids(self, start: int, stop: int) -> Ints:
+        """Sample ids int64[stop - start] at global positions [start, stop)."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        epochs = positions // self.size
+        slots, found = self.places.at(positions), np.empty(len(positions), np.int64)
+        rising = epochs < self.rising
+        sources = np.searchsorted(self.slots, slots, side="right") - 1
+        places = slots - self.slots[sources]
+        sources[rising], places[rising] = interleaved(positions[rising] % self.size, self.counts)
+        for source, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
+            mine, in_order = (sources == source) & ~rising, (sources == source) & rising
+            found[mine] = self.orders[source].at(epochs[mine] * count + places[mine])
+            # Even steps through the source; in an epoch of fewer places than samples the next one takes others.
+            steps = (places[in_order] * size + epochs[in_order] * count % max(size, 1)) // max(count, 1)
+            found[in_order] = size - 1 - steps if self.falling else steps
+        return found + self.firsts[sources]
+
+
+def interleaved(places: Ints, counts: Sequence[int]) -> tuple[Ints, Ints]:
+    """(source, how many places of that source come before) of places in an epoch that has counts[i] places of source i, as evenly spread as
+    whole numbers allow: halves of the list of sources share the places by a line of Bresenham (1965), and their halves so again."""
+    sources, before = np.zeros(len(places), np.int64), places.copy()
+    half = len(counts) // 2
+    left, total = sum(counts[:half]), sum(counts)
+    if len(counts) < 2:
+        return sources, before
+    if not total:
+        return sources, before
+    to_left = (places * left + total // 2) // total
+    is_left = (places + 1) * left + total // 2 >= (to_left + 1) * total
+    for part, inside, group, first in ((is_left, to_left, counts[:half], 0), (~is_left, places - to_left, counts[half:], half)):
+        if part.any():
+            own, before[part] = interleaved(inside[part], group)
+            sources[part] = own + first
+    return sources, before
+
+
+def places_before(place: int, counts: Sequence[int]) -> list[int]:
+    """Places of each source before `place`, as `interleaved` deals them."""
+    if len(counts) < 2:
+        return [place] * len(counts)
+    half, total = len(counts) // 2, sum(counts)
+    to_left = (place * sum(counts[:half]) + total // 2) // total if total else 0
+    return [*places_before(to_left, counts[:half]), *places_before(place - to_left, counts[half:])]
+
+
+def mix(values: UInt64s) -> UInt64s:
     """SplitMix64's output function (Steele, Lea & Flood 2014): every bit of a word depends on all of its bits. Wraps at 2^64."""
     values = values + _GOLDEN
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -110,14 +189,15 @@ class GlobalBatch:
 class BatchStream:
     """Iterates over the global batches of positions [start, stop), for one data rank.
 
-    `stop`: the end of the samples; fillers take the places of the last batch behind it. `collate`: sample ids (-1: a filler) → micro-batch.
+    `cache`: a TokenCache, or what answers as one. `stop`: the end of the samples; fillers take the places of the last batch behind it.
+    `collate`: sample ids (-1: a filler) → micro-batch.
     `prefetch`: batches that a thread collates in advance; 0: no thread. `next` raises the errors of the thread. `previous`: `collate` also
     gets the sample before each sample; before the first comes the last one of the global batch, or of all samples. Close the stream, or
     use it as a context manager: that ends the thread at any time.
     """
 
-    cache: TokenCache
-    order: GlobalOrder
+    cache: Any
+    order: Order
     batch: BatchPlan
     data_rank: int
     data_ranks: int
@@ -130,7 +210,7 @@ class BatchStream:
     def __post_init__(self) -> None:
         size = self.batch.global_samples
         assert size == self.data_ranks * self.batch.accumulation * self.batch.micro_batch, self.batch.rule(self.data_ranks)
-        assert self.order.size == len(self.cache) and 0 <= self.data_rank < self.data_ranks and self.start >= 0
+        assert 0 <= self.data_rank < self.data_ranks and self.start >= 0
         self._batches = (self._at(position) for position in range(self.start, self.stop, size))
         self._thread = ThreadPoolExecutor(1, "drumline-batches") if self.prefetch else None
         self._ahead = deque(self._collate() for _ in range(self.prefetch))
@@ -183,7 +263,8 @@ class BatchStream:
             here = ids[mine.ravel()]
             assert weigh(self.cache, here[here >= 0]) == sum(batch.weight for batch in micro_batches), "a batch weighs what `weigh` says"
             of_all = weigh(self.cache, ids[ids >= 0]), int(lengths.sum())
-        return GlobalBatch(micro_batches, ids, end, int(lengths[mine].sum()), of_all=of_all, places=mine)
+        state = {} if (find := getattr(self.order, "state", None)) is None else find(end)
+        return GlobalBatch(micro_batches, ids, end, int(lengths[mine].sum()), state=state, of_all=of_all, places=mine)
 
     def _before(self, ids: Ints, position: int, end: int) -> Ints:
         """The sample before each of `ids`, -1 for fillers."""

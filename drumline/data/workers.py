@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import pickle
 import signal
-from array import array
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, fields
-from functools import cached_property, lru_cache, partial
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import chain, islice
-from operator import iadd
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.data import DataConfig
 from drumline.core.model import ModelConfig
 from drumline.core.process import worker_pool
 from drumline.data.encode import RowEncoder
+from drumline.data.overlap import PERMUTATIONS, Evaluation, bands_of, print_of, text_of
 from drumline.data.sources import Row
-from drumline.data.templates import Example
-from drumline.errors import EnvironmentFault
+from drumline.data.stage import ROW, Chunk
+from drumline.data.templates import Encoded
+from drumline.errors import DataError, EnvironmentFault
 from drumline.hardware.detect import usable_cores
 from drumline.models.vision import Vision
 
@@ -37,35 +38,6 @@ IN_LINE_ROWS = 2000
 _CHUNK_ROWS = 256
 # Signals that the caller handles for all: a worker inherits them blocked, so that none ends it during its imports.
 _PARENTS_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
-
-
-@dataclass(kw_only=True)
-class Counted:
-    """The outcome of `rows` rows. For the usable ones `lengths` and `learned` (targets) of each segment, and of each row `segments` (their
-    number), `metas` (JSON, empty without any) and 16 bytes of `digests`."""
-
-    rows: int = 0
-    truncated: int = 0
-    too_long: int = 0
-    unlearned: int = 0
-    lengths: array[int] = field(default_factory=partial(array, "q"))
-    learned: array[int] = field(default_factory=partial(array, "q"))
-    segments: array[int] = field(default_factory=partial(array, "q"))
-    metas: list[bytes] = field(default_factory=list)
-    digests: bytearray = field(default_factory=bytearray)
-
-    def count(self, more: Counted) -> None:
-        """Add the following rows."""
-        for each in fields(Counted):
-            setattr(self, each.name, iadd(getattr(self, each.name), getattr(more, each.name)))
-
-
-@dataclass
-class Chunk(Counted):
-    """Tokenised rows: `tokens` int32 and `learn` uint8 of the usable ones, end to end."""
-
-    tokens: npt.NDArray[np.int32]
-    learn: npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -77,6 +49,7 @@ class Job:
     algorithm: AlgorithmSpec
     data: DataConfig
     vision: Vision | None = None
+    evaluation: Path | None = None  # see data.overlap.Evaluation
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -92,31 +65,68 @@ class Job:
         encoder: RowEncoder = self.algorithm.encoder(self.tokenizer, self.data, self.vision)
         return encoder
 
+    @cached_property
+    def contaminated(self) -> Callable[[Row], bool]:
+        return (lambda row: False) if self.evaluation is None else Evaluation.load(self.evaluation).within
+
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("encoder", "tokenizer")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("encoder", "tokenizer", "contaminated")}
 
     def encode(self, rows: list[Row]) -> Chunk:
         """The rows, encoded, cut to size and counted."""
-        chunk = Chunk(np.zeros(0, np.int32), np.zeros(0, np.uint8), rows=len(rows))
-        kept: list[Example] = []
+        counts: Counter[tuple[int, str]] = Counter()
+        kept: list[tuple[Row, Encoded]] = []
         for row in rows:
-            encoded = self.encoder.encode(row)
-            if encoded is None:
-                chunk.too_long += 1
+            counts[row.source, "read"] += 1
+            if self.contaminated(row):
+                counts[row.source, "contaminated"] += 1
+            elif (encoded := self.encoder.encode(row)) is None:
+                counts[row.source, "too_long"] += 1
             elif encoded.meta is None and not any(segment.learned for segment in encoded.segments):
-                chunk.unlearned += 1
+                counts[row.source, "unlearned"] += 1
             else:
-                chunk.truncated += encoded.truncated
-                chunk.lengths.extend(len(segment.tokens) for segment in encoded.segments)
-                chunk.learned.extend(segment.learned for segment in encoded.segments)
-                chunk.segments.append(len(encoded.segments))
-                chunk.metas.append(b"" if encoded.meta is None else json.dumps(encoded.meta, ensure_ascii=False).encode())
-                chunk.digests += digest(row)
-                kept += encoded.segments
-        if kept:
-            chunk.tokens = np.concatenate([example.tokens for example in kept])
-            chunk.learn = np.concatenate([example.learn for example in kept])
-        return chunk
+                counts[row.source, "truncated"] += encoded.truncated
+                kept.append((row, encoded))
+        segments = [segment for _, encoded in kept for segment in encoded.segments]
+        metas = [b"" if encoded.meta is None else json.dumps(encoded.meta, ensure_ascii=False).encode() for _, encoded in kept]
+        table = np.zeros(len(kept), ROW)
+        table["digest"] = np.frombuffer(b"".join(digest(row) for row, _ in kept), "<u8").reshape(-1, 2)
+        table["source"] = [row.source for row, _ in kept]
+        table["segments"] = [len(encoded.segments) for _, encoded in kept]
+        table["first"] = np.cumsum(table["segments"]) - table["segments"]
+        table["meta_size"] = [len(meta) for meta in metas]
+        table["meta"] = np.cumsum(table["meta_size"]) - table["meta_size"]
+        sizes = np.asarray([(len(segment.tokens), segment.learned) for segment in segments], np.int64).reshape(-1, 2)
+        lengths = np.asarray([sum(len(segment.tokens) for segment in encoded.segments) for _, encoded in kept], np.int64)
+        table["start"] = np.cumsum(lengths) - lengths
+        if (curriculum := self.data.curriculum) is not None:
+            table["value"] = lengths if curriculum.by == "length" else [_number(row, curriculum.by) for row, _ in kept]
+        near = self.data.duplicates is not None and self.data.duplicates.kind == "near"
+        prints = np.asarray([print_of(text_of(row)) for row, _ in kept] if near else [], np.uint32).reshape(-1, PERMUTATIONS)
+        return Chunk(
+            np.concatenate([np.zeros(0, np.int32), *(segment.tokens for segment in segments)]),
+            np.concatenate([np.zeros(0, np.uint8), *(segment.learn for segment in segments)]),
+            table,
+            sizes,
+            b"".join(metas),
+            {"prints": prints, "bands": bands_of(prints)} if near else {},
+            counts,
+        )
+
+
+def _number(row: Row, column: str) -> float:
+    """What a curriculum goes by. Raises DataError."""
+    there = row.extra | row.values
+    value = there.get(column, math.nan)
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        what = f"no column {column!r}; its columns are: {', '.join(there)}"
+        what = f"`{column}` is {value!r:.60}, not a number" if column in there else what
+        raise DataError(what, where=row.origin, fix="name another column in data.curriculum.by, or `length`")
+    return number
 
 
 def digest(row: Row) -> bytes:
@@ -131,7 +141,7 @@ def encode_all(job: Job, rows: Iterator[Row], workers: int | None) -> Iterator[C
     first = list(islice(rows, IN_LINE_ROWS))
     count = workers or min(8, usable_cores())
     rows = chain(first, rows)
-    chunks = iter(lambda: list(islice(rows, _CHUNK_ROWS)), [])
+    chunks = iter(lambda: list(islice(rows, _CHUNK_ROWS)), list[Row]())
     if len(first) < IN_LINE_ROWS or count == 1:
         yield from map(job.encode, chunks)
         return

@@ -128,7 +128,8 @@ def _streams(
     """Training batches, what gives held-out ones by set, and what goes back to the newest checkpoint and gives those after."""
 
     def after(position: int, is_new: bool) -> Streams:
-        streams = build_streams(plan, plan.mesh.data_rank(ranks.rank), position, gather.device)
+        here = plan.mesh.data_rank(ranks.rank), position
+        streams = build_streams(plan, *here, gather.device, ranks.local_rank == 0, state.stream)
         if plan.config.algorithm.reference_of(plan.config) != "none":
             streams = Reference(plan, ranks, gather.device, engine, algorithm, streams, is_new, emit, stop_flag).prepared()
         if (read := algorithm.first_pass) is not None:
@@ -181,7 +182,8 @@ def _engine(plan: Plan, device: str, checkpoint_keys: frozenset[str]) -> Engine:
 def _verification(plan: Plan, ranks: Ranks) -> Future[None]:
     """Of the token caches, shared out to the ranks, while the model is loaded."""
     data = plan.data if plan.config.data.verify and not plan.config.plain else None
-    caches = [TokenCache.open(folder) for folder in (data.train_cache, *data.eval_caches.values())] if data else []
+    folders = [*([] if data.stream else [data.train_cache]), *data.eval_caches.values()] if data else []
+    caches = [TokenCache.open(folder) for folder in folders]
     return verify_in_background([(cache.folder, cache.info["sha256"]) for cache in caches], ranks.rank, ranks.world_size)
 
 

@@ -195,8 +195,8 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
         model_path = resolve(config.model, on_progress)
         vision = vision_of(config, model_path, load_config(model_path, config.model))
         data = prepare_data(config, config.model.tokenizer or model_path or "", loaded.base_dir, on_progress, vision, check=True)
-    images = f", {data.images} images" if data.images else ""
-    print(f"train  {data.train_samples} samples, {data.train_tokens} tokens{images}  {data.train_cache}")
+    more = (f", {data.images} images" if data.images else "") + " in the first block" * data.stream
+    print(f"train  {data.train_samples} samples, {data.train_tokens} tokens{more}  {data.train_cache}")
     for name, folder in data.eval_caches.items():
         print(f"eval   {name + '  ' if name else ''}{len(TokenCache.open(Path(folder)))} samples  {folder}")
     notes(data.notes)

@@ -254,7 +254,7 @@ class Loop:
         if predicted.flops_per_token and predicted.peak_flops_per_device:
             mfu = rate * predicted.flops_per_token / (predicted.peak_flops_per_device * world * self.plan.devices_per_rank)
         data_s, comm_s = sum(data) / world, sum(comm) / world
-        total = self.plan.data.train_samples if self.plan.data else 0
+        total = self.plan.data.epoch if self.plan.data else 0
         event = Step(
             step=flight.step,
             loss=flight.loss,

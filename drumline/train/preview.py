@@ -135,7 +135,7 @@ def packed(reader: Reader, options: Options, on_progress: OnProgress) -> Packs:
     data, first = reader.config.data, options.first
     sources = [source.model_copy(update={"limit": min(first, source.limit or first)}) for source in data.train]
     with TemporaryDirectory(prefix="drumline-preview-") as folder:
-        update = {"train": sources, "eval": [], "holdout": 0, "cache_dir": folder, "workers": 1}
+        update = {"train": sources, "eval": [], "holdout": 0, "cache_dir": folder, "workers": 1, "stream": None, "decontaminate": None}
         config = reader.config.model_copy(update={"data": data.model_copy(update=update)})
         made = prepare(config, reader.job.tokenizer_path, reader.base_dir, on_progress, reader.vision)
         cache = TokenCache.open(made.train_cache)
@@ -194,6 +194,8 @@ class View:
         begin = f", of each source the first {self.options.first:,}" if rows >= self.options.first else ""
         read_as = "".join(f"; {count:,} read as {name}" for name, count in formats.items())
         self.line(f"{rows:,} row{'s' * (rows != 1)}{begin}{read_as}", "bold")
+        if packs is None and (filtered := reader.outcomes.total("filtered")):
+            self.line(f"{filtered:,} more were left out by `where`")
         segments = [segment for seen in usable if seen.kept and seen.fate != "unlearned" for segment in seen.kept.segments]
         tokens, learned = sum(len(segment.tokens) for segment in segments), sum(segment.learned for segment in segments)
         if packs is not None:

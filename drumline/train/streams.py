@@ -4,6 +4,7 @@ batch that an objective needs before its loss: a pass without gradients comes fi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,15 @@ from drumline.core import heartbeat
 from drumline.core.plan import BatchPlan, Plan
 from drumline.core.resolve import total_samples
 from drumline.data.batches import First
+from drumline.data.blocks import Blocks, Maker, hold
 from drumline.data.cache import TokenCache
+from drumline.data.make import Task
 from drumline.data.samples import read_samples
-from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder
+from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder, MixedOrder, Order
 from drumline.dist.reduce import add_up
 from drumline.dist.seeds import derive
+from drumline.models.load import load_config
+from drumline.models.vision import vision_of
 from drumline.parallel.engine import Engine, Read
 
 Batches = Callable[[], Iterable[GlobalBatch]]
@@ -50,21 +55,49 @@ def open_samples(plan: Plan, folder: str) -> Any:
     return read_samples(data.train if section == "train" else data.eval_sets[name], Path(plan.base_dir))
 
 
-def build_streams(plan: Plan, data_rank: int, position: int, device: str) -> Streams:
-    """Training batches go on from `position`."""
+def order_of(plan: Plan, samples: int) -> Order:
+    """The order of the training samples, of which there are so many."""
+    config, sources = plan.config, plan.data.sources if plan.data else ()
+    seed, shuffle, curriculum = derive(config.run.seed, "order"), config.data.order == "shuffle", config.data.curriculum
+    if curriculum is None and not config.data.mixed:
+        return GlobalOrder(samples, seed, shuffle)
+    parts = [(each.samples or 0, each.per_epoch) for each in sources] if config.data.mixed else [(samples, samples)]
+    sizes, counts = zip(*parts, strict=True)
+    assert sum(sizes) == samples, "the plan is of this cache"
+    return MixedOrder(sizes, counts, seed, shuffle, curriculum.epochs if curriculum else 0, curriculum.reverse if curriculum else False)
+
+
+def open_blocks(plan: Plan, makes: bool, known: dict[str, Any]) -> Blocks:
+    """The blocks of a stream."""
+    config, data = plan.config, plan.data
+    assert data is not None and config.data.stream is not None
+    root, maker, curriculum = Path(data.train_cache), None, config.data.curriculum
+    if makes and hold(root, plan.run_dir):
+        vision = vision_of(config, plan.model_path, load_config(plan.model_path, config.model))
+        task = Task(config, config.data.train, root, None, vision)
+        maker = Maker(task, config.model.tokenizer or plan.model_path or "", Path(plan.base_dir))
+    seed = derive(config.run.seed, "order") if config.data.order == "shuffle" and curriculum is None else None
+    margin = (config.data.prefetch + 2) * plan.batch.global_samples
+    falling = curriculum is not None and curriculum.reverse
+    return Blocks(root, config.data.stream, maker, seed, falling=falling, known=known, margin=margin)
+
+
+def build_streams(
+    plan: Plan, data_rank: int, position: int, device: str, makes: bool = True, known: dict[str, Any] | None = None
+) -> Streams:
+    """Training batches go on from `position`. `makes`: this rank makes the blocks of a stream; `known`: see `Blocks.state`."""
     config, data = plan.config, plan.data
     assert data is not None, "workers get plans of prepared data"
     collator = config.algorithm.collator(plan, fixed_width(plan))
 
     def stream(
-        cache: TokenCache, batch: BatchPlan, shuffle: bool, start: int, stop: int, prefetch: int, of: Literal["batch", "all"]
+        cache: Any, order: Order, batch: BatchPlan, start: int, stop: int, prefetch: int, of: Literal["batch", "all"]
     ) -> BatchStream:
-        order = GlobalOrder(len(cache), derive(config.run.seed, "order"), shuffle)
         previous = of if config.algorithm.pairs_with_previous else "none"
         return BatchStream(cache, order, batch, data_rank, plan.mesh.data_ranks, start, stop, collator(cache), prefetch, previous)
 
     def on_device(batches: BatchStream) -> Iterable[GlobalBatch]:
-        with batches:
+        with batches, closing(batches.cache) if isinstance(batches.cache, Blocks) else nullcontext():
             for batch in batches:
                 yield replace(batch, micro_batches=[b.to(device) for b in batch.micro_batches])
 
@@ -74,10 +107,12 @@ def build_streams(plan: Plan, data_rank: int, position: int, device: str) -> Str
         stages = plan.mesh.pp
         samples = micro * stages * plan.mesh.data_ranks
         whole = BatchPlan(global_samples=samples, micro_batch=micro, accumulation=stages, eval_micro_batch=micro)
-        return on_device(stream(cache, whole, False, 0, len(cache), 0, "all"))
+        return on_device(stream(cache, GlobalOrder(len(cache), 0, shuffle=False), whole, 0, len(cache), 0, "all"))
 
-    cache, stop, held_out = open_samples(plan, data.train_cache), total_samples(config, plan.batch, data), data.eval_caches
-    training = stream(cache, plan.batch, config.data.order == "shuffle", position, stop, config.data.prefetch, "batch")
+    stop, held_out = total_samples(config, plan.batch, data), data.eval_caches
+    cache: Any = open_blocks(plan, makes, known or {}) if data.stream else open_samples(plan, data.train_cache)
+    order = cache if data.stream else order_of(plan, len(cache))
+    training = stream(cache, order, plan.batch, position, stop, config.data.prefetch, "batch")
     heartbeat.answer("samples", lambda: training.ids(heartbeat.position()).tolist())
     return Streams(on_device(training), {name: partial(once, folder) for name, folder in held_out.items()}, once)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drumline.data.batches import IGNORE, collate
-from drumline.data.prepare import cut, pack
+from drumline.data.packing import cut, pack
 
 Segments = list[tuple[Any, Any]]
 

@@ -14,7 +14,7 @@ import torch
 
 from drumline.core.plan import BatchPlan
 from drumline.data.batches import TokenBatch, collate
-from drumline.data.cache import TokenCache, commit, temporary_folder, write_layout
+from drumline.data.cache import Layout, TokenCache, commit, temporary_folder
 from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder, assign
 
 Threads = Callable[[], list[threading.Thread]]
@@ -107,7 +107,9 @@ def cache(tmp_path: Path) -> TokenCache:
     with temporary_folder(tmp_path) as folder:
         np.repeat(np.arange(100, 100 + SIZE), lengths).astype(np.uint16).tofile(folder / "tokens.bin")
         np.ones(stops[-1], np.uint8).tofile(folder / "learn.bin")
-        counts = write_layout(folder, np.stack((stops - lengths, stops), axis=1), np.arange(SIZE + 1), lengths - 1)
+        layout = Layout(folder)
+        layout.add(np.stack((stops - lengths, stops), axis=1), np.arange(SIZE + 1), lengths - 1)
+        counts = layout.close()
         commit(folder, tmp_path / "cache", {"dtype": "uint16", **counts})
     return TokenCache.open(tmp_path / "cache")
 

@@ -60,7 +60,10 @@ def compare(plan: Plan, hosts: Hosts, only: str | None = None) -> None:
     come and go may have run folders of their own, where checkpoints do not lie on one disk alone."""
     run_dir = Path(plan.run_dir)
     roles = [role.model_path for role in plan.roles.values()]
-    caches = [plan.data.train_cache, *plan.data.eval_caches.values()] if plan.data and not plan.config.plain else []
+    data = None if plan.config.plain else plan.data
+    caches = (
+        [None if data.stream else data.train_cache, *data.eval_caches.values()] if data else []
+    )  # of a stream each host makes its own blocks
     paths = sorted({path for path in (plan.model_path, *roles, *caches) if path and Path(path).exists()})
     own = {path: digest(Path(path)) for path in paths}
     apart = isinstance(hosts, ElasticHosts) and bool(hosts.own) and plan.config.checkpoint.apart

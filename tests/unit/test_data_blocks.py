@@ -1,0 +1,176 @@
+"""A stream of blocks: which sample stands where, whoever makes the blocks and wherever reading begins; what is on the disk meanwhile."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from drumline.core.config import Config
+from drumline.core.plan import BatchPlan
+from drumline.data.batches import TokenBatch, collate
+from drumline.data.blocks import Blocks, Maker, hold, read_ledger
+from drumline.data.make import Task
+from drumline.data.prepare import cached, prepare
+from drumline.data.stream import BatchStream
+from drumline.errors import DataError, EnvironmentFault
+from tests.tiny import tiny_tokenizer
+
+SIZE = 8
+
+
+class Streamed:
+    """A stream of two files of 70 and 30 rows, `a n` and `b n`, two to one, in blocks of 16 rows."""
+
+    def __init__(self, base: Path, **data: Any) -> None:
+        self.base, self.tokenizer = base, tiny_tokenizer()
+        self.tokenizer.save_pretrained(base / "tokenizer")
+        train = []
+        for name, rows, weight in (("a", 70, 2), ("b", 30, 1)):
+            (base / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name} {n}", "n": n}) + "\n" for n in range(rows)))
+            train.append({"kind": "file", "path": f"{name}.jsonl", "weight": weight})
+        self.config = Config.model_validate(self.keys(train, **data))
+        self.plan = prepare(self.config, str(base / "tokenizer"), base)
+        self.root = Path(self.plan.train_cache)
+        self.opened: list[Blocks] = []
+
+    def keys(self, train: list[dict[str, Any]], **data: Any) -> dict[str, Any]:
+        packed = {"max_length": 64, "packing": False, "cache_dir": str(self.base / "cache")}
+        return {"run": {"steps": 9}, "model": {}, "data": {"train": train, **packed, "stream": {"rows": 16, "blocks": 3}, **data}}
+
+    def blocks(self, makes: bool = True, known: dict[str, int] | None = None) -> Blocks:
+        task = Task(self.config, self.config.data.train, self.root, None)
+        maker = Maker(task, str(self.base / "tokenizer"), self.base) if makes else None
+        stream = self.config.data.stream
+        assert stream is not None
+        self.opened.append(Blocks(self.root, stream, maker, 7, known=known or {}, margin=4 * SIZE))
+        return self.opened[-1]
+
+    def texts(self, blocks: Blocks, start: int, stop: int) -> list[str]:
+        return [self.tokenizer.decode(blocks.segments(n)[0][0].tolist()).split("<")[0] for n in blocks.ids(start, stop).tolist()]
+
+    def on_disk(self) -> list[str]:
+        return sorted(path.name for path in self.root.iterdir() if path.name.isdecimal())
+
+    def forget(self) -> None:
+        for path in self.root.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.fixture
+def streamed(tmp_path: Path) -> Iterator[Streamed]:
+    made = Streamed(tmp_path)
+    yield made
+    for blocks in made.opened:
+        blocks.close()
+
+
+def test_positions_are_the_same_wherever_reading_begins(streamed: Streamed) -> None:
+    assert streamed.plan.stream and streamed.plan.train_samples == 16 and streamed.plan.epoch == 0
+    first = streamed.blocks()
+    whole = streamed.texts(first, 0, 120)
+    in_block = [sorted(whole[at : at + 16]) for at in range(0, 112, 16)]
+    rows = [text for block in in_block for text in block]
+    assert [sum(text[0] == "a" for text in block) for block in in_block] == [11, 10, 11, 11, 10, 11, 11], "two to one, evenly"
+    assert rows.count("b 0") == rows.count("a 0") == 2 and rows.count("a 69") == 1, "a source that ends begins again"
+    assert whole[:16] != in_block[0] and sorted(whole[:16]) == in_block[0]
+    known = first.state(90)
+    assert known == {"block": 5, "start": 80}
+    first.close()
+    streamed.forget()
+    at_hand = streamed.blocks(known=known)
+    assert streamed.texts(at_hand, 90, 120) == whole[90:], "only from its block on"
+    assert min(streamed.on_disk()) == "00000005"
+    at_hand.close()
+    streamed.forget()
+    assert streamed.texts(streamed.blocks(), 90, 120) == whole[90:], "counted from the first block on"
+
+
+def collated(blocks: Blocks, ids: list[int]) -> TokenBatch:
+    return collate([blocks.segments(each) for each in ids], 0, None)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_any_number_of_ranks_takes_the_same_samples_within_the_disk(streamed: Streamed, ranks: int) -> None:
+    batch = BatchPlan(global_samples=SIZE, micro_batch=2, accumulation=SIZE // 2 // ranks, eval_micro_batch=2)
+    first = streamed.blocks()
+    expected = [first.ids(at, at + SIZE).tolist() for at in range(0, 96, SIZE)]
+    first.close()
+    streams = []
+    for rank in range(ranks):
+        blocks = streamed.blocks(makes=not rank)
+        streams.append(BatchStream(blocks, blocks, batch, rank, ranks, 0, 96, partial(collated, blocks), prefetch=2))
+    for at, batches in enumerate(zip(*streams, strict=True)):
+        assert all(each.sample_ids.tolist() == expected[at] and each.state == batches[0].state for each in batches)
+        assert sorted(n for each in batches for n in each.sample_ids[each.places].ravel().tolist()) == sorted(expected[at])
+        assert len(streamed.on_disk()) <= 6, "blocks of two prefetched batches, and those ahead"
+    for stream in streams:
+        stream.close()
+
+
+def test_a_curriculum_rises_in_each_block(tmp_path: Path) -> None:
+    made = Streamed(tmp_path, curriculum={"by": "n"}, where="n % 2 = 0")
+    blocks = made.blocks()
+    blocks.seed = None
+    numbers = [int(text.split()[1]) for text in made.texts(blocks, 0, 32)]
+    blocks.close()
+    assert numbers[:16] == sorted(numbers[:16]) and numbers[16:] == sorted(numbers[16:]) and not any(n % 2 for n in numbers)
+    assert made.plan.left_out[0].startswith("data.train, first block:") and "left out by `where`" in made.plan.left_out[0]
+
+
+def test_what_fails_while_a_block_is_made_reaches_the_reader(streamed: Streamed) -> None:
+    (streamed.base / "b.jsonl").write_text('{"text": "b 0"}\n{"text": 5}\n')
+    with pytest.raises(DataError, match=r"b.jsonl:2: row 2: column 'text' is int, not text"):
+        streamed.blocks().ids(0, 64)
+
+
+def test_a_second_prepare_reads_no_row(streamed: Streamed) -> None:
+    streamed.forget()
+    assert cached(streamed.config, str(streamed.base / "tokenizer"), streamed.base) is None
+    again = prepare(streamed.config, str(streamed.base / "tokenizer"), streamed.base)
+    assert again == streamed.plan and read_ledger(streamed.root)["samples"] == {"0": 16}
+    (streamed.root / "stream.json").write_text("{")
+    assert prepare(streamed.config, str(streamed.base / "tokenizer"), streamed.base) == streamed.plan, "a damaged ledger is made anew"
+
+
+def test_two_runs_do_not_share_blocks(tmp_path: Path) -> None:
+    code = "import sys, pathlib\nfrom drumline.data.blocks import hold\n"
+    code += "print(hold(pathlib.Path(sys.argv[1]), sys.argv[2]), flush=True)\ninput()"
+    holder = subprocess.Popen([sys.executable, "-c", code, tmp_path, "runs/one"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "True\n"
+    try:
+        assert not hold(tmp_path, "runs/one"), "another process of the same run makes them"
+        with pytest.raises(EnvironmentFault, match=r"the run runs/one streams the same rows .* data.cache_dir of its own"):
+            hold(tmp_path, "runs/two")
+    finally:
+        holder.communicate("\n", timeout=60)
+    assert hold(tmp_path, "runs/two"), "a run that has ended holds nothing"
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"run": {}}, "set run.steps"),
+        ({"data": {"holdout": 3}}, "holdout needs all rows at once"),
+        ({"data": {"duplicates": "exact"}}, "duplicates needs all rows at once"),
+        ({"data": {"temperature": 2}}, "temperature needs all rows"),
+        ({"data": {"train": [{"kind": "file", "path": "a", "cap": 3}]}}, "cap is a part of an epoch"),
+        ({"algorithm": "classify"}, "its labels need all of them"),
+        ({"algorithm": "dpo"}, "precomputed"),
+        ({"algorithm": "grpo"}, "prompts are dealt by algorithm.curriculum"),
+    ],
+)
+def test_what_needs_all_rows_is_refused(change: dict[str, Any], line: str) -> None:
+    keys: dict[str, Any] = {"run": {"steps": 3}, "model": {}, "data": {"train": [{"kind": "file", "path": "a"}], "stream": True}}
+    for name, value in change.items():
+        keys[name] = {**keys[name], **value} if name == "data" else value
+    with pytest.raises(ValidationError, match=line):
+        Config.model_validate(keys)
