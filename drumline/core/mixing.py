@@ -22,7 +22,7 @@ class Duplicates(Section):
 
 
 class Decontaminate(Section):
-    words: int = Field(13, gt=0, le=1000, description="Words of an n-gram.")
+    ngram: int = Field(13, gt=0, le=1000, description="Words of an n-gram.")
     overlap: float = Field(0.5, gt=0, le=1, description="A training row falls if it holds this part of an evaluation row's n-grams.")
 
 
@@ -37,10 +37,10 @@ class StreamConfig(Section):
     blocks: int = Field(4, gt=1, le=10**4, description="Blocks on the disk at most; the ones that were trained on go.")
 
 
-DuplicatesKey = Annotated[Duplicates | None, KIND_ALONE]
-DecontaminateKey = Annotated[Decontaminate | None, Short(lambda value: {} if value is True else value, {"const": True})]
-CurriculumKey = Annotated[Curriculum | None, Short(lambda value: {"by": value} if isinstance(value, str) else value, {"type": "string"})]
-StreamKey = Annotated[StreamConfig | None, Short(lambda value: {} if value is True else value, {"const": True})]
+DuplicatesKey = Annotated[Duplicates, KIND_ALONE] | None
+DecontaminateKey = Annotated[Decontaminate, Short(lambda value: {} if value is True else value, {"const": True})] | None
+CurriculumKey = Annotated[Curriculum, Short(lambda value: {"by": value} if isinstance(value, str) else value, {"type": "string"})] | None
+StreamKey = Annotated[StreamConfig, Short(lambda value: {} if value is True else value, {"const": True})] | None
 
 
 class Mixed(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -48,7 +48,7 @@ class Short:
     """A short way to write a section: what turns it into the long one, and its JSON schema; None: one of the section's kinds, as text."""
 
     long: Callable[[Any], Any]
-    short_schema: dict[str, Any] | None = None
+    short_schema: dict[str, Any] | None = field(default=None, hash=False)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self.long, handler(source))

@@ -115,7 +115,7 @@ def job_of(task: Task, folder: Path, tokenizer_path: str, base_dir: Path) -> Job
         held_out = Task(config, config.data.eval, task.folder, None, task.vision, "")
         aside = Stage(folder, np.dtype(np.uint16))
         rows = chain.from_iterable(rows_of(held_out, number, base_dir, aside) for number in range(len(held_out.sources)))
-        path = Evaluation.of(rows, wanted.words, wanted.overlap, folder)
+        path = Evaluation.of(rows, wanted.ngram, wanted.overlap, folder)
     return Job(tokenizer_path, config.model, config.algorithm, config.data, task.vision, path)
 
 

@@ -49,11 +49,11 @@ def text_of(row: Row) -> str:
 
 def grams(text: str, size: int) -> UInt64s:
     """The distinct grams of a text, ascending."""
-    words = _WORD.findall(text.casefold()) or [text]
-    hashes = mix(np.fromiter((zlib.crc32(word.encode(errors="surrogatepass")) for word in words), np.uint64, len(words)))
-    count = max(1, len(words) - size + 1)
+    parts = _WORD.findall(text.casefold()) or [text]
+    hashes = mix(np.fromiter((zlib.crc32(word.encode(errors="surrogatepass")) for word in parts), np.uint64, len(parts)))
+    count = max(1, len(parts) - size + 1)
     found = np.zeros(count, np.uint64)
-    for at in range(min(size, len(words))):
+    for at in range(min(size, len(parts))):
         found = found * _BASE + hashes[at : at + count]
     return np.unique(mix(found))
 
@@ -122,32 +122,32 @@ class Evaluation:
     """The grams of evaluation rows. `grams` uint64[G], ascending, with repeats, and `owners` int64[G], the rows that they are of; `sizes`
     int64[rows]: grams of each."""
 
-    words: int
+    ngram: int
     overlap: float
     grams: UInt64s
     owners: Ints
     sizes: Ints
 
     @classmethod
-    def of(cls, rows: Iterator[Row], words: int, overlap: float, folder: Path) -> Path:
+    def of(cls, rows: Iterator[Row], ngram: int, overlap: float, folder: Path) -> Path:
         """The file that `load` reads, of evaluation rows."""
-        each = [grams(text_of(row), words) for row in rows]
+        each = [grams(text_of(row), ngram) for row in rows]
         sizes = np.asarray([len(one) for one in each], np.int64)
         found, owners = np.concatenate(each), np.repeat(np.arange(len(each)), sizes)
         order = np.argsort(found, kind="stable")
         path = folder / "evaluation.npz"
-        np.savez(path, words=words, overlap=overlap, grams=found[order], owners=owners[order], sizes=sizes)
+        np.savez(path, ngram=ngram, overlap=overlap, grams=found[order], owners=owners[order], sizes=sizes)
         return path
 
     @classmethod
     def load(cls, path: Path) -> Evaluation:
         with np.load(path, allow_pickle=False) as file:
             values: dict[str, Any] = {name: file[name] for name in ("grams", "owners", "sizes")}
-            return cls(int(file["words"]), float(file["overlap"]), **values)
+            return cls(int(file["ngram"]), float(file["overlap"]), **values)
 
     def within(self, row: Row) -> bool:
         """Whether the row holds so many grams of an evaluation row."""
-        mine = grams(text_of(row), self.words)
+        mine = grams(text_of(row), self.ngram)
         first, last = np.searchsorted(self.grams, mine, "left"), np.searchsorted(self.grams, mine, "right")
         met = np.flatnonzero(last > first)
         if not len(met):

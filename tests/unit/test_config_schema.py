@@ -84,12 +84,34 @@ def test_a_short_form_that_train_accepts_is_valid(place: tuple[str, ...]) -> Non
 
 def test_a_source_may_be_any_text() -> None:
     fine = ["x.jsonl", ["x.jsonl", {"path": "y"}], {"train": "x"}, {"train": {"path": "x"}, "eval": ["hub:y", {"id": "o/n"}]}, DATA]
-    assert {place for place in short_places() if place[0] == "data"} == {("data",), ("data", "train", "0"), ("data", "eval", "0")}
+    sources, mixing = {("data",), ("data", "train", "0"), ("data", "eval", "0")}, {"duplicates", "decontaminate", "curriculum", "stream"}
+    assert {place for place in short_places() if place[0] == "data"} == sources | {("data", key) for key in mixing}
     for data in fine:
         assert accepted({"data": data})
         VALIDATOR.validate({"data": data})
     for data in (3, {"train": 3}, {"train": [3]}, {"train": [[]]}, [3]):
         assert not accepted({"data": data}) and not VALIDATOR.is_valid({"data": data}), data
+
+
+@pytest.mark.parametrize(
+    ("key", "fine", "not_fine"),
+    [
+        ("duplicates", ["exact", "near", None], [True, "nope", 3]),
+        ("decontaminate", [True, None], ["nope", 3]),
+        ("curriculum", ["length", "score", None], [True, 3]),
+        ("stream", [True, None], ["nope", 3]),
+    ],
+)
+def test_short_forms_of_mixing(key: str, fine: list[Any], not_fine: list[Any]) -> None:
+    def with_value(value: Any) -> dict[str, Any]:
+        return {"data": {**DATA, "eval": DATA["train"], key: value}, "run": {"steps": 2}}
+
+    for value in fine:
+        assert accepted(with_value(value))
+        VALIDATOR.validate(with_value(value))
+    for value in not_fine:
+        assert not accepted(with_value(value)), value
+        assert not VALIDATOR.is_valid(with_value(value)), value
 
 
 def test_evaluation_sets_by_name() -> None:

@@ -141,6 +141,7 @@ def test_a_second_prepare_reads_no_row(streamed: Streamed) -> None:
     assert prepare(streamed.config, str(streamed.base / "tokenizer"), streamed.base) == streamed.plan, "a damaged ledger is made anew"
 
 
+@pytest.mark.full
 def test_two_runs_do_not_share_blocks(tmp_path: Path) -> None:
     code = "import sys, pathlib\nfrom drumline.data.blocks import hold\n"
     code += "print(hold(pathlib.Path(sys.argv[1]), sys.argv[2]), flush=True)\ninput()"

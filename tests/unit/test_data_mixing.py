@@ -205,7 +205,7 @@ def test_rows_that_hold_evaluation_rows_fall(tmp_path: Path, tokenizer: str) -> 
     assert data.sources[0].contaminated == 3 and texts(data.train_cache) == [rows[1], rows[2], rows[4]]
     assert data.left_out == ("data.train: 3 of 6 rows left out: they hold rows of data.eval",)
     with pytest.raises(DataError, match=r"all rows hold rows of data.eval"):
-        made(tmp_path, tokenizer, [held_out], eval=[held_out], decontaminate={"words": 5})
+        made(tmp_path, tokenizer, [held_out], eval=[held_out], decontaminate={"ngram": 5})
 
 
 def test_a_curriculum_lies_in_the_cache(tmp_path: Path, tokenizer: str) -> None:
