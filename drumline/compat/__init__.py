@@ -40,11 +40,20 @@ def recognise(values: Mapping[Any, Any]) -> Kind | None:
     sections = {key for key in keys & SECTIONS.keys() if _holds_arguments(key, values[key])}
     if {"compute_environment", "distributed_type"} & keys and not arguments - {"deepspeed", "fsdp"}:
         return "accelerate"
+    if sections and not arguments and any(_is_own(key, values[key]) for key in keys - sections):
+        return None  # Drumline's own, with a mistake in a section
     return "training" if arguments or sections else None
 
 
 # Words of DeepSpeed configs that training arguments have, too.
 DEEPSPEED_TOO = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "fp16", "bf16"}
+
+
+def _is_own(name: str, section: Any) -> bool:
+    """Whether a section has keys of Drumline's own, and no others."""
+    field = Config.model_fields.get(name)
+    own = set(getattr(field.annotation, "model_fields", ())) - {*TABLE, *SECTIONS.get(name, ())} if field else set()
+    return isinstance(section, dict) and bool(section) and {str(key) for key in section} <= own
 
 
 def _holds_arguments(name: str, section: Any) -> bool:

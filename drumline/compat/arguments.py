@@ -313,7 +313,9 @@ def training_arguments(
 
 
 def flatten(old: Old) -> list[Old]:
-    """The arguments of a section under the names that the table knows; anything else is one argument."""
+    """The arguments of a section under the names that the table knows; anything else is one argument. `model: ID` is its path."""
+    if isinstance(old.value, str) and old.key in ("model", "data"):
+        return [replace(old, key=SECTIONS[old.key]["path"])]
     if not isinstance(old.value, dict) or old.key not in SECTIONS or old.key in ("fsdp", "deepspeed"):
         return [old]
     names = SECTIONS[old.key]

@@ -13,7 +13,7 @@ from drumline.core.algorithm import Algorithm, AlgorithmSpec
 from drumline.core.cluster import CLUSTER_ALONE, ClusterConfig
 from drumline.core.data import DATA_ALONE, DataConfig
 from drumline.core.launcher import Launcher, LauncherSpec
-from drumline.core.model import Head, ModelConfig
+from drumline.core.model import Head, Model, ModelConfig
 from drumline.core.optimizer import OptimizerConfig
 from drumline.core.registry import find, make
 from drumline.core.run import EvalConfig, HealthConfig, ReportConfig, RunConfig
@@ -255,7 +255,7 @@ class CheckpointConfig(Section):
 class Config(Section):
     """The whole YAML."""
 
-    model: ModelConfig = Field(default_factory=ModelConfig)
+    model: Model = Field(default_factory=ModelConfig)
     algorithm: Algorithm = Field(default_factory=lambda: make(AlgorithmSpec, "sft"))
     data: Annotated[DataConfig, DATA_ALONE]
     batch: BatchConfig = Field(default_factory=BatchConfig)

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from drumline.core.config import Config
 from drumline.core.data import in_full
-from drumline.core.mistakes import check_numbers, first_mistake, kinds_at
+from drumline.core.mistakes import check_numbers, first_mistake, kinds_at, short_at
 from drumline.core.model import TEMPLATES
 from drumline.core.redact import plain, withhold
 from drumline.core.yaml_lines import Place, read_yaml, write_yaml
@@ -259,6 +259,11 @@ def _section(current: Any, place: Place, following: str, override: str) -> Any:
             dotted = ".".join(place)
             raise _override_error(override, f"{dotted} is no list yet", f"give the whole of it: {dotted}=[…]")
         return {}
+    try:
+        if (short := short_at(place)) is not None and isinstance(full := short.long(current), dict):
+            return full
+    except ValueError as error:
+        raise _override_error(override, str(error), "give the whole of it") from None
     if isinstance(current, str) and kinds_at(place):
         return {"kind": current}
     raise _override_error(override, f"{'.'.join(place)} has no keys: it is {current!r}", "give the whole of it")

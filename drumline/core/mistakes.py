@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from drumline.core.config import Config
 from drumline.core.registry import Spec, kinds, literal_kinds, nearest
+from drumline.core.section import Short
 from drumline.core.yaml_lines import Place
 from drumline.errors import ConfigError
 
@@ -175,6 +176,9 @@ def _unknown_key(place: Place, kind: str | None) -> tuple[str, str]:
     owners = [k for k in kinds_at(section) if k != kind and key in keys_at(section, k)]
     if kind and owners:
         return f"{what} of kind {kind}", f"kind {' or '.join(owners)} has it"
+    first = ("data", "train", "0")
+    if section == ("data",) and any(key in keys_at(first, each) for each in kinds_at(first)):
+        return what, f"it is a source's, which stands under `train`: data: {{train: {{{key}: …}}}}"
     if guesses := meant(key, section, kind):
         return what, f"did you mean {' or '.join(repr(guess) for guess in guesses[:3])}?"
     return what, f"known here: {', '.join(keys_at(section, kind))}"
@@ -279,6 +283,14 @@ def field_at(place: Place) -> FieldInfo | None:
     """The field of the schema at a place; None where there is none."""
     found = [model.model_fields[place[-1]] for model in models_at(place[:-1]) if place[-1] in model.model_fields] if place else []
     return found[0] if found else None
+
+
+def short_at(place: Place) -> Short | None:
+    """The short form of what stands at a place."""
+    if (field := field_at(place)) is None:
+        return None
+    parts = [*field.metadata, *(part for inner in get_args(field.annotation) for part in getattr(inner, "__metadata__", ()))]
+    return next((part for part in parts if isinstance(part, Short)), None)
 
 
 def meant(key: str, place: Place, kind: str | None = None) -> list[str]:

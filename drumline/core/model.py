@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from drumline.core.registry import Named
-from drumline.core.section import MOST_RANKS, Count, PathText, Section
+from drumline.core.section import MOST_RANKS, Count, PathText, Section, Short
 
 # Chat templates that come with Drumline, models/chat/NAME.jinja.
 TEMPLATES = ("chatml", "llama-3", "mistral", "gemma", "qwen", "phi", "zephyr", "alpaca", "deepseek")
@@ -117,3 +117,7 @@ class ModelConfig(Section):
     def as_published(self) -> bool:
         """Whether training starts from exactly the weights that `id` names, so that others can load them too."""
         return self.id is not None and self.init == "pretrained" and not self.config
+
+
+# `model: ID` is short for `model: {id: ID}`.
+Model = Annotated[ModelConfig, Short(lambda value: {"id": value} if isinstance(value, str) else value, {"type": "string"})]

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from drumline.core.algorithm import AuxiliaryModel, ChunkedSpec, HeadOutput
 from drumline.core.data import PROMPT_FORMS, Forms
-from drumline.core.model import ModelConfig
+from drumline.core.model import Model
 from drumline.core.section import KIND_ALONE, MOST_SAMPLES, MOST_WEIGHT, Above0, Amount, Count, PathText, Seconds, Section, Steps, Weight
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class LengthReward(_Reward):
 
 class ModelReward(_Reward):
     kind: Literal["model"] = "model"  # a reward model, as `algorithm: reward` trains them
-    model: ModelConfig = Field(description="A model with a score head: RUN/export of a reward run, or any Hugging Face one.")
+    model: Model = Field(description="A model with a score head: RUN/export of a reward run, or any Hugging Face one.")
 
 
 Reward = Annotated[
@@ -152,7 +152,7 @@ class KLConfig(Section):
         "k3",
         description="k1: log π/π_ref; k2: half its square; k3: π_ref/π − 1 − log π_ref/π (Schulman 2020), unbiased and never negative.",
     )
-    reference_model: ModelConfig | None = Field(None, description="Another reference than the model that training starts from.")
+    reference_model: Model | None = Field(None, description="Another reference than the model that training starts from.")
 
 
 class CurriculumConfig(Section):

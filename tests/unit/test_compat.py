@@ -66,6 +66,7 @@ MEANINGS: list[tuple[str, dict[str, Any]]] = [
     (ACC + "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nparallelism_config: {parallelism_config_tp_size: 2,"
      " parallelism_config_dp_replicate_size: 2, parallelism_config_cp_size: 1}\n",
      {"strategy.tp": 2, "strategy.replicate": 2, "strategy.cp": 1}),
+    ("model: ./m\ndata: x.jsonl\nepochs: 3\nlr: 1e-4\n", {"model.id": "./m", "run.epochs": 3, "optimizer.lr": 1e-4}),
     (ACC + "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 1}\n", {"strategy": {"kind": "zero1"}}),
     (ACC + "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu, offload_param_device: nvme,"
      " offload_param_nvme_path: /nvme, gradient_accumulation_steps: 4, gradient_clipping: 0.5}\n",
@@ -283,6 +284,7 @@ def test_whose_file_it_is() -> None:
     assert recognise({"training": {"output_dir": "x"}}) == recognise({"learning_rate": 1}) == "training"
     assert recognise({"model": {"id": "x"}, "optimizer": {"lr": 1}, "batch": {}}) is None
     assert recognise({"data": {"train": [{"kind": "file"}]}, "learning_rate": 3}) is None, "Drumline's own, with a mistake"
+    assert recognise({"model": "x", "data": {"path": "y"}, "run": {"steps": 2}}) is None, "Drumline's own, with a mistake"
     assert recognise({"optimizer": {"learning_rate": 3}}) == "training"
 
 

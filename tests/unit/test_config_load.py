@@ -57,7 +57,7 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     (DATA + "launch: {kind: slurm, time: 8h}\n", [], ["launch.time: '8h' is not written as it must be — Time limit: minutes, 8:00:00"]),
     (DATA + "launch: {kind: kubernetes, image: ''}\n", [], ["launch.image: '' has 0 characters, at least 1 is wanted"]),
     (DATA + "launch: {kind: ssh, hosts: [a], port: 65535}\n", [], ["launch.port: 65535 given, 65534 or less is wanted"]),
-    (DATA + "model: foo\n", [], ["'foo' given, keys and values are wanted", "trust_remote_code"]),
+    (DATA + "model: 3\n", [], ["3 given, keys and values are wanted", "trust_remote_code"]),
     (DATA + "optimizer:\n", [], ["nothing given", "leave it out"]),
     (
         DATA + "algorithm: {kind: grpo, rewards: {kind: math}}",
@@ -108,6 +108,7 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     (DATA, ["model.revision=a: b: c"], ["override model.revision=a: b: c", "not readable as YAML", "quotes"]),
     (DATA, ["strategy.bucket_cap_mb=3"], ["override strategy.bucket_cap_mb=3", "add kind: ddp"]),
     (DATA, ["data.train.3.limit=2"], ["the list has 1 item, no '3'"]),
+    ("data: {path: x.jsonl}\nmodel: foo\nrun: {steps: 2}\n", [], ["data.path", "it is a source's, which stands under `train`"]),
     (DATA, ["data.train.0.path.foo=x"], ["data.train.0.path has no keys", "'x.jsonl'"]),
     (DATA, ["data.eval.0.path=x"], ["data.eval is no list yet", "data.eval=[…]"]),
     (DATA, ["run.steps=0", "run.steps=-1"], ["override run.steps=-1"]),
@@ -219,3 +220,9 @@ def test_light_rooms_do_not_import_torch() -> None:
     rooms = ("cli", "core.load", "core.resolve", "telemetry.events", "report.progress", "hardware.detect", "launchers.local")
     code = f"import sys, {', '.join(f'drumline.{room}' for room in rooms)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_override_goes_into_a_short_form(tmp_path: Path) -> None:
+    (tmp_path / "short.yaml").write_text("model: foo\ndata: x.jsonl\nstrategy: ddp\n")
+    config = load(tmp_path / "short.yaml", ["model.revision=v2", "data.max_length=64", "strategy.static_graph=true"]).config
+    assert (config.model.id, config.model.revision, config.data.max_length, config.data.train[0].label) == ("foo", "v2", 64, "x.jsonl")

@@ -62,7 +62,8 @@ def accepted(values: dict[str, Any]) -> bool:
     return True
 
 
-PLACES = sorted({place for place in short_places() if place[0] != "data"})
+MODELS = sorted({place for place in short_places() if place[-1].endswith("model") and "rewards" not in place})
+PLACES = sorted({place for place in short_places() if place[0] != "data" and not place[-1].endswith("model")})
 
 
 def test_all_kinds_of_short_forms_are_found() -> None:
@@ -80,6 +81,14 @@ def test_a_short_form_that_train_accepts_is_valid(place: tuple[str, ...]) -> Non
     for word in taken:
         VALIDATOR.validate(at(place, word))
     assert not VALIDATOR.is_valid(at(place, [])) and (place[0] == "cluster" or not VALIDATOR.is_valid(at(place, "nope")))
+
+
+@pytest.mark.parametrize("place", MODELS, ids=".".join)
+def test_a_model_may_be_its_id(place: tuple[str, ...]) -> None:
+    VALIDATOR.validate(at(place, "some/model"))
+    assert not VALIDATOR.is_valid(at(place, 3))
+    config: Any = TypeAdapter(Config).validate_python({"data": DATA, "model": "some/model"})
+    assert config.model.id == "some/model"
 
 
 def test_a_source_may_be_any_text() -> None:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from drumline.algorithms.specs import AnswerPairSpec
 from drumline.core.algorithm import ReferencedSpec
-from drumline.core.model import ModelConfig
+from drumline.core.model import Model
 from drumline.core.section import MOST_WEIGHT, Above0, Weight
 
 Loss = Literal[
@@ -53,7 +53,7 @@ class DPOConfig(AnswerPairSpec, ReferencedSpec):
         description="Log-probs of the reference: precomputed once before training and kept on disk, live from a frozen copy, or from the"
         " policy with its adapter switched off. auto: adapter under LoRA, else precomputed.",
     )
-    reference_model: ModelConfig | None = Field(None, description="Another reference than the model that training starts from.")
+    reference_model: Model | None = Field(None, description="Another reference than the model that training starts from.")
 
     @property
     def weights(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from drumline.algorithms.specs import PromptSpec
 from drumline.core.algorithm import AuxiliaryModel
-from drumline.core.model import Head, ModelConfig
+from drumline.core.model import Head, Model
 from drumline.core.rollouts import KLConfig
 from drumline.core.section import Above0, Weight
 
@@ -29,7 +29,7 @@ class PPOConfig(PromptSpec):
     value_clip: Above0 | None = Field(0.2, description="A value may move this far from the rollout's; null: not clipped.")
     value_weight: Above0 = Field(0.1, description="Weight of the value's loss beside the policy's.")
     value: Literal["head", "separate"] = Field("head", description="head: linear, on the policy's last hidden states; separate: a model.")
-    value_model: ModelConfig | None = Field(None, description="separate: where the value starts from; null: the policy's own start.")
+    value_model: Model | None = Field(None, description="separate: where the value starts from; null: the policy's own start.")
     value_lr: float | None = Field(None, gt=0, le=1000, description="separate: its peak learning rate; null: the policy's.")
     whiten: bool = Field(True, description="Advantages to mean 0, variance 1 over all tokens of the rollout, on all ranks.")
     entropy_weight: Weight = Field(0.0, description="Weight of the entropy bonus.")
