@@ -88,7 +88,7 @@ def _numbers(text: str, flag: str) -> tuple[int, ...]:
     """Whole numbers with commas between them, each once. Raises UserError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch("0*[1-9][0-9]{0,3}", part) for part in parts):
-        raise UserError(f"{text[:40]!r} given, whole numbers below 10,000 are wanted", where=flag, fix="such as 1,2,4")
+        raise UserError(f"{text[:40]!r} given, whole numbers from 1 to 9,999 are wanted", where=flag, fix="such as 1,2,4")
     return tuple(sorted({int(part) for part in parts}))
 
 
