@@ -121,7 +121,7 @@ def steps_of_rollouts(config: Config, algorithm: RolloutSpec, batch: BatchPlan, 
         f" minibatches = {each} steps"
     )
     if config.run.steps is None:
-        return None if data is None else each * max(1, math.ceil(config.run.epochs * data.train_samples / prompts))
+        return None if data is None else each * max(1, math.ceil(config.run.epochs * data.epoch / prompts))
     steps, rollout = config.run.steps, f"{algorithm.epochs} epochs × {algorithm.minibatches} minibatches = {each} steps"
     _quotient(steps, each, f"{steps} steps end within a rollout, which has {rollout}", "run.steps", "nearest: {}")
     return steps

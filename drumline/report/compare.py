@@ -84,7 +84,9 @@ def sides(folders: list[Path]) -> tuple[list[RunFacts], list[RunFacts]]:
     for run in (run for each in found for run in each):
         groups.setdefault(run.group, []).append(run)
     if len(groups) != 2:
-        what = "all of them are one run, or differ in run.seed only" if len(groups) == 1 else f"they make {len(groups)} groups by their keys"
+        what = (
+            "all of them are one run, or differ in run.seed only" if len(groups) == 1 else f"they make {len(groups)} groups by their keys"
+        )
         raise UserError(what, where="drumline compare", fix="name two different runs, or two folders of runs: drumline compare A B")
     one, other = groups.values()
     return one, other

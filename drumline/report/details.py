@@ -167,7 +167,24 @@ def data(run: RunFacts, drawings: Drawings) -> Html | None:
         ("passes over the data", f"{passes:.3g}" if number(passes) is not None else None),
     ]
     trained = sum(value for _, value in run.points("step", "tokens"))
-    return facts([*pairs, ("tokens trained on", f"{trained:,.0f}" if trained else None)])
+    counts = facts([*pairs, ("tokens trained on", f"{trained:,.0f}" if trained else None)])
+    found = mapping(run.plan.get("data")).get("sources")
+    sources = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+    return tag("div", counts, _sources(sources)) if len(sources) > 1 else counts
+
+
+LEFT_OUT = ("filtered", "ties", "duplicates", "contaminated", "too_long", "unlearned")
+
+
+def _sources(found: list[dict[str, Any]]) -> Html:
+    """A row a source of the training rows: what was left out of it, and what an epoch has."""
+    rows = []
+    for each in found:
+        counts = {key: int(value) for key, value in numbers(each).items()}
+        without = sum(counts.get(name, 0) for name in LEFT_OUT)
+        samples, mixed = counts.get("samples"), counts.get("per_epoch") or None
+        rows.append([str(each.get("name")), counts.get("read"), without, counts.get("tokens"), samples, mixed])
+    return table(["source", "rows read", "left out", "tokens", "samples", "samples in an epoch"], rows)
 
 
 def evaluations(run: RunFacts, drawings: Drawings) -> Html | None:

@@ -77,7 +77,7 @@ function draw(place) {
   const legend = { orientation: "h", y: -0.22, traceorder: "normal", font: { size: 11 } };
   Plotly.react(place, traces, { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink("--soft"), family: "inherit" },
     margin: { l: 58, r: 12, t: 8, b: 42 }, legend, hoverlabel: { font: { size: 12 } }, datarevision: ++revision, ...own, xaxis: { ...grid, ...own.xaxis }, yaxis: { ...grid, ...own.yaxis } },
-    { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] });
+    { responsive: true, displaylogo: false, displayModeBar: matchMedia("(hover: none)").matches ? false : "hover", modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] });
   drawn.add(place);
 }
 

@@ -149,7 +149,7 @@ def _changed(section: BaseModel, place: str = "") -> list[str]:
     for name, field in type(section).model_fields.items():
         value: Any = getattr(section, name)
         default = None if field.is_required() else field.get_default(call_default_factory=True)
-        if isinstance(value, Section) and isinstance(default, type(value)):
+        if isinstance(value, Section) and (field.is_required() or isinstance(default, type(value))):
             found += _changed(value, f"{place}{name}.")
         elif value != default:
             found.append(f"{place}{name}")

@@ -40,7 +40,7 @@ def test_runs_without_steps_and_wrong_sides(tmp_path: Path, capsys: pytest.Captu
     a, empty = write_run(tmp_path / "a"), write_run(tmp_path / "empty", events=[])
     compare([a, empty])
     assert "nothing can be compared" in capsys.readouterr().out
-    with pytest.raises(UserError, match="differ in run.seed only"):
+    with pytest.raises(UserError, match=r"differ in run\.seed only"):
         sides([a])
     with pytest.raises(UserError, match="no such folder"):
         sides([a, tmp_path / "none"])
