@@ -189,6 +189,11 @@ class RolloutSpec(ChunkedSpec):
     best_by: ClassVar[dict[str, str]] = {"metric": "reward", "mode": "max"}
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"log_probs", "entropy"})
 
+    @property
+    def lookahead(self) -> int:
+        """Rollouts under way while another one is learned from."""
+        return 0
+
     rewards: list[Reward] = Field(
         default_factory=lambda: list[Reward]([TaskReward()]), min_length=1, description="What an episode is worth: a weighted sum."
     )

@@ -15,7 +15,10 @@ import contextlib
 import heapq
 import inspect
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import cached_property
+from threading import Thread
 from typing import Any, Protocol
 
 import torch
@@ -259,14 +262,42 @@ def deal(requests: list[Request], ranks: int) -> list[list[int]]:
 
 
 def generate_together(generator: Generator, requests: list[Request], step: int) -> list[Completion]:
-    """Completions of all requests, in their order, on every rank: each rank samples its share. Collective over all ranks of the run, those
-    that share samples too. `requests` are the same on all ranks."""
-    rank, ranks = place()
-    shares = deal(requests, ranks)
-    found: dict[int, Completion] = {}
-    for share, made in zip(shares, from_all(generator.generate([requests[i] for i in shares[rank]], step)), strict=True):
-        found |= zip(share, made, strict=True)
-    return [found[index] for index in range(len(requests))]
+    """Completions of all requests, in their order, on every rank. Collective; see Together."""
+    return Together(generator, requests, step).result
+
+
+class Together:
+    """Completions of `requests`, which are the same on all ranks of the run, those that share samples too: each rank samples its share,
+    with `aside` in a thread. `result` is collective."""
+
+    def __init__(self, generator: Generator, requests: list[Request], step: int, aside: bool = False) -> None:
+        rank, ranks = place()
+        self.shares = deal(requests, ranks)
+        self._made: Future[list[Completion]] = Future()
+        arguments = generator, [requests[i] for i in self.shares[rank]], step
+        if aside:
+            # A daemon: a run that fails does not wait for completions.
+            Thread(target=self._sample, args=arguments, daemon=True, name="drumline-rollout").start()
+        else:
+            self._sample(*arguments)
+
+    def _sample(self, generator: Generator, requests: list[Request], step: int) -> None:
+        try:
+            self._made.set_result(generator.generate(requests, step))
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            self._made.set_exception(error)
+
+    def wait(self) -> None:
+        """Until this rank's share is there, whatever came of it."""
+        wait([self._made])
+
+    @cached_property
+    def result(self) -> list[Completion]:
+        """All completions, in the order of the requests, on every rank. Raises what sampling raised."""
+        found: dict[int, Completion] = {}
+        for share, made in zip(self.shares, from_all(self._made.result()), strict=True):
+            found |= zip(share, made, strict=True)
+        return [found[index] for index in range(len(found))]
 
 
 def place() -> tuple[int, int]:

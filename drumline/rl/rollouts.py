@@ -12,7 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -22,107 +23,21 @@ from drumline.algorithms.policy import KLController, differs, divergence
 from drumline.core.heartbeat import beat
 from drumline.core.plan import Plan
 from drumline.core.rollouts import RolloutSpec
-from drumline.data.batches import EpisodeBatch, Episodes, collate_episodes
+from drumline.data.batches import Episodes
 from drumline.data.cache import TokenCache
-from drumline.data.stream import GlobalBatch, assign
-from drumline.dist.reduce import add_up, from_all
+from drumline.data.stream import GlobalBatch
+from drumline.dist.reduce import from_all
 from drumline.dist.seeds import derive
 from drumline.errors import TrainingStopped
-from drumline.parallel.engine import Engine
 from drumline.rl.curriculum import Curriculum
-from drumline.rl.generate import Completion, Request, place
+from drumline.rl.generate import Completion, Request, Together, place
+from drumline.rl.reading import Readers, Reading
 from drumline.rl.rewards import Item, Rewards
 from drumline.telemetry.events import Emit, Rollout
 from drumline.telemetry.watched import Completions
 
-Score = Callable[[Episodes], torch.Tensor]
-Read = Callable[[Any, EpisodeBatch], torch.Tensor]
 MOST_REASONS = 3  # of failed rewards, in the line that stops a run
 SHOWN, MOST_TEXT = 8, 4000  # episodes of a rollout in an event, and characters of each
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How episodes are cut into micro-batches on this rank. `width`: tokens of all rows; None: as many as the longest row has.
-    `counts`: of the ranks that share samples, this is the one whose values are added up."""
-
-    plan: Plan
-    data_rank: int
-    counts: bool
-    device: str
-    pad: int
-    width: int | None
-
-    def micro_batches(self, episodes: Episodes, picks: list[int], accumulation: int, micro_batch: int) -> tuple[list[EpisodeBatch], int]:
-        """This rank's part of the episodes `picks` (-1: fillers), and its tokens. The same dealing on every rank."""
-        dealt, lengths = self._deal(episodes, picks, accumulation, micro_batch)
-        return [self._collate(episodes, rows) for rows in dealt], int(lengths)
-
-    def _deal(self, episodes: Episodes, picks: list[int], accumulation: int, micro_batch: int) -> tuple[list[list[int]], int]:
-        chosen = np.asarray(picks)
-        lengths = np.where(chosen >= 0, episodes.lengths[np.maximum(chosen, 0)], 0)
-        mine = assign(lengths, self.plan.mesh.data_ranks, accumulation, micro_batch)[self.data_rank]
-        return chosen[mine].tolist(), int(lengths[mine].sum())
-
-    def _collate(self, episodes: Episodes, rows: list[int]) -> EpisodeBatch:
-        return collate_episodes(episodes, rows, self.pad, self.width).to(self.device)
-
-    def read(self, engine: Engine, episodes: Episodes, read: Read, adapter: bool = True) -> torch.Tensor:
-        """`read(outputs, batch)`, fp32[K, B, T], of all episodes at the tokens of their completions: fp32[K, N, M] on the host, 0
-        elsewhere. Collective."""
-        micro = self.plan.batch.eval_micro_batch
-        # Stages of a pipeline work side by side on several micro-batches; all ranks come with as many.
-        at_once = self.plan.mesh.data_ranks * micro * self.plan.mesh.pp
-        rounds = -(-len(episodes) // at_once)
-        picks = [*range(len(episodes)), *[-1] * (rounds * at_once - len(episodes))]
-        dealt, _ = self._deal(episodes, picks, rounds * self.plan.mesh.pp, micro)
-        found = engine.infer((self._collate(episodes, rows) for rows in dealt), read, adapter)
-        whole = torch.zeros(found[0].shape[0], *episodes.mask_NM.shape)
-        if self.counts:
-            for rows, values_KBT in zip(dealt, found, strict=True):
-                for row, pick in enumerate(rows):
-                    if pick >= 0:
-                        start, size = len(episodes.prompts[pick]) - 1, len(episodes.completions[pick])
-                        whole[:, pick, :size] = values_KBT[:, row, start : start + size].float().cpu()
-        return add_up(whole.to(self.device)).cpu()
-
-
-def log_probs_of(chunk: int, temperature: float, values: bool = False) -> Read:
-    """Reads log-probs, [1, B, T], and after them the values of a head on the same model, [2, B, T]."""
-
-    def read(outputs: Any, batch: EpisodeBatch) -> torch.Tensor:
-        read_values = [outputs.log_probs(batch.targets_BT, chunk, temperature)[0]]
-        return torch.stack([*read_values, outputs.values()] if values else read_values)
-
-    return read
-
-
-def values_of(outputs: Any, _batch: EpisodeBatch) -> torch.Tensor:
-    """Reads the values of a model with a score head, [1, B, T]."""
-    return outputs.values()[None]
-
-
-def scores_after(outputs: Any, _batch: EpisodeBatch) -> torch.Tensor:
-    """Reads the scores of a reward model after each token, at the place where the token is predicted, [1, B, T]."""
-    return outputs.values().roll(-1, dims=1)[None]
-
-
-def last_scores(scores: Callable[[Episodes], torch.Tensor], episodes: Episodes) -> torch.Tensor:
-    """fp32[N]: the score after the last token of each episode; NaN for one without tokens."""
-    lengths_N = episodes.mask_NM.sum(1)
-    scores_N = scores(episodes)[0].gather(1, (lengths_N - 1).clamp(min=0)[:, None]).squeeze(1)
-    return torch.where(lengths_N > 0, scores_N, torch.nan)
-
-
-@dataclass(frozen=True)
-class Readers:
-    """What models give for episodes, [N, M] of their tokens. `policy` (log-probs, and values where they are the policy's own:
-    [1 or 2, N, M]); `reference` log-probs; `value` of a model of its own; `rewards`: name → fp32[N]. None: nothing needs it."""
-
-    policy: Score | None
-    reference: Score | None = None
-    value: Score | None = None
-    rewards: Mapping[str, Score] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -152,6 +67,26 @@ class Sampled:
         return differs(torch.tensor(self.rewards, dtype=torch.float32).reshape(-1, size)).tolist()
 
 
+class Drawn:
+    """The prompts of a rollout, and their completions, when these are asked for."""
+
+    def __init__(self, ids: list[int], complete: Callable[[], list[Completion]]) -> None:
+        self.ids, self._complete = ids, complete
+
+    @cached_property
+    def completions(self) -> list[Completion]:
+        """Collective at the first time."""
+        return self._complete()
+
+    def state(self) -> dict[str, Any]:
+        """As a checkpoint has it."""
+        return {"ids": self.ids, "completions": [[c.tokens, c.log_probs, c.ended] for c in self.completions]}
+
+    @classmethod
+    def load(cls, state: Mapping[str, Any]) -> Drawn:
+        return cls(state["ids"], lambda: [Completion(*each) for each in state["completions"]])
+
+
 @dataclass
 class Rollouts:
     """One rank's view of all rollouts of a run. All methods are collective."""
@@ -163,6 +98,7 @@ class Rollouts:
     curriculum: Curriculum
     kl: KLController
     sample: Callable[[list[Request], int, bool], list[Completion]]  # (requests, step, greedy), collective
+    begin: Callable[[list[Request], int], Together]  # (requests, step), collective: the same while training goes on
     rewards: Rewards
     reading: Reading
     readers: Readers
@@ -179,25 +115,47 @@ class Rollouts:
             self.curriculum.load(state["curriculum"])
             self.kl.coefficient = state["kl"]
         assert self.plan.steps is not None
+        drawn = Drawn.load(state["ahead"]) if state.get("ahead") else None
         while step < self.plan.steps:
             self.seconds = {}
-            drawn = position
-            sampled, position = self._sample_groups(step, position)
-            self._check_rewards(step, sampled, position - drawn)
+            begins, following = position, step + self.algorithm.steps_in_turn
+            sampled, position = self._sample_groups(step, position, drawn)
+            self._check_rewards(step, sampled, position - begins)
+            drawn = None
+            if self.algorithm.lookahead and following < self.plan.steps:
+                with self._spend("generate"):
+                    drawn = self._draw(self._wanted // self.algorithm.group_size, following, position)
             with self._spend("infer"):
                 episodes, metrics = self._learnable(sampled)
             began = time.time()
-            yield from self._batches(episodes, sampled, step, position)
+            yield from self._batches(episodes, sampled, step, position, drawn)
             self.seconds["train"] = time.time() - began
-            step += self.algorithm.steps_in_turn
-            self._report(step, sampled, position - drawn, metrics)
+            step = following
+            self._report(step, sampled, position - begins, metrics)
 
-    def _batches(self, episodes: Episodes, sampled: Sampled, step: int, position: int) -> Iterator[GlobalBatch]:
-        """The optimizer steps of a rollout: passes over all its episodes, shuffled anew."""
+    @property
+    def _wanted(self) -> int:
+        """Episodes of a rollout: whole groups, the rules refuse others."""
+        return self.algorithm.minibatches * self.plan.batch.global_samples
+
+    def _draw(self, prompts: int, step: int, position: int) -> Drawn:
+        """Prompts after `position`; their completions are those of the weights as they are now where rollouts go ahead."""
+        size = self.algorithm.group_size
+        ids = self.curriculum.draw(prompts)
+        keys = [(position + place, index) for place in range(len(ids)) for index in range(size)]
+        repeated = np.repeat(ids, size).tolist()
+        requests = self._requests(self.prompts, repeated, keys)
+        if self.algorithm.lookahead:
+            begun = self.begin(requests, step)
+            return Drawn(repeated, lambda: begun.result)
+        return Drawn(repeated, partial(self.sample, requests, step, False))
+
+    def _batches(self, episodes: Episodes, sampled: Sampled, step: int, position: int, ahead: Drawn | None) -> Iterator[GlobalBatch]:
+        """The optimizer steps of a rollout: passes over all its episodes, shuffled anew. `ahead`: the next rollout."""
         algorithm, batch = self.algorithm, self.plan.batch
         size = batch.global_samples
         ids = np.asarray([sample.prompt for sample in sampled.samples], np.int64)
-        state = {"curriculum": self.curriculum.state(), "kl": self.kl.coefficient}
+        state = {"curriculum": self.curriculum.state(), "kl": self.kl.coefficient, **({"ahead": ahead.state} if ahead else {})}
         for epoch in range(algorithm.epochs):
             order = np.random.default_rng(derive(self.plan.config.run.seed, "episodes", step, epoch)).permutation(len(episodes))
             for number in range(algorithm.minibatches):
@@ -221,38 +179,33 @@ class Rollouts:
         fix = "mend the reward, or go on without them: algorithm.reward_failure.action=continue"
         raise TrainingStopped(what, where="algorithm.rewards", fix=fix)
 
-    def _sample_groups(self, step: int, position: int) -> tuple[Sampled, int]:
-        """The groups of a rollout, and the position after them. With dynamic sampling, groups whose rewards are alike are replaced,
-        as long as it may roll out again."""
-        algorithm, size = self.algorithm, self.algorithm.group_size
-        wanted = algorithm.minibatches * self.plan.batch.global_samples  # whole groups: plan.rollouts refuses others
+    def _sample_groups(self, step: int, position: int, drawn: Drawn | None) -> tuple[Sampled, int]:
+        """The groups of a rollout, and the position after them. `drawn`: it is under way. With dynamic sampling, groups whose rewards are
+        alike are replaced, as long as it may roll out again."""
+        algorithm, size, wanted = self.algorithm, self.algorithm.group_size, self._wanted
         kept, spare = list[Sample](), list[Sample]()
         for _ in range(algorithm.rounds):
-            ids = self.curriculum.draw((wanted - len(kept)) // size)
-            keys = [(position + place, index) for place in range(len(ids)) for index in range(size)]
             with self._spend("generate"):
-                episodes = self._complete(self.prompts, np.repeat(ids, size).tolist(), keys, step)
+                drawn = drawn or self._draw((wanted - len(kept)) // size, step, position)
+                ids, completions = drawn.ids, drawn.completions
             with self._spend("reward"):
-                fresh = self._score(self.prompts, np.repeat(ids, size).tolist(), episodes)
+                fresh = self._score(self.prompts, ids, completions)
             by_domain: dict[str, list[float]] = {}
             for sample in fresh.samples:
                 by_domain.setdefault(sample.domain, []).extend([] if math.isnan(sample.reward) else [sample.reward])
             self.curriculum.learn(by_domain)
-            position += len(ids)
+            position, drawn = position + len(ids) // size, None
             for group, different in enumerate(fresh.differ(size)):
                 (kept if different or algorithm.rounds == 1 else spare).extend(fresh.samples[group * size : (group + 1) * size])
             if len(kept) == wanted:
                 break
         return replace(fresh, samples=[*kept, *spare][:wanted]), position
 
-    def _complete(
-        self, cache: TokenCache, ids: list[int], keys: list[tuple[int, int]], step: int, greedy: bool = False
-    ) -> list[tuple[list[int], Completion]]:
-        prompts = [cache.segments(prompt)[0][0].tolist() for prompt in ids]
-        requests = [Request(tokens, key) for tokens, key in zip(prompts, keys, strict=True)]
-        return list(zip(prompts, self.sample(requests, step, greedy), strict=True))
+    def _requests(self, cache: TokenCache, ids: list[int], keys: list[tuple[int, int]]) -> list[Request]:
+        return [Request(cache.segments(prompt)[0][0].tolist(), key) for prompt, key in zip(ids, keys, strict=True)]
 
-    def _score(self, cache: TokenCache, ids: list[int], episodes: list[tuple[list[int], Completion]]) -> Sampled:
+    def _score(self, cache: TokenCache, ids: list[int], completions: list[Completion]) -> Sampled:
+        episodes = [(cache.segments(prompt)[0][0].tolist(), each) for prompt, each in zip(ids, completions, strict=True)]
         metas = [cache.meta(prompt) for prompt in ids]
         items = [Item(meta["prompt"], self.decode(c.tokens), len(c.tokens), meta) for meta, (_, c) in zip(metas, episodes, strict=True)]
         batch = _episodes(episodes)
@@ -293,7 +246,8 @@ class Rollouts:
         samples, by_set = list[Sample](), dict[str, float]()
         for name, cache in self.held_out.items():
             ids = list(range(len(cache)))
-            sampled = self._score(cache, ids, self._complete(cache, ids, [(prompt, 0) for prompt in ids], step, greedy=True)).samples
+            completions = self.sample(self._requests(cache, ids, [(prompt, 0) for prompt in ids]), step, True)
+            sampled = self._score(cache, ids, completions).samples
             samples += sampled
             by_set |= {f"{name}/{key}": value for key, value in _answered(sampled).items()} if name else {}
         return (_answered(samples) | by_set if samples else {}), len(samples)

@@ -15,8 +15,9 @@ from drumline.dist.start import Ranks
 from drumline.models.load import pad_token_id
 from drumline.parallel.engine import CompositeEngine, Engine
 from drumline.rl.curriculum import Curriculum
+from drumline.rl.reading import Readers, Reading, last_scores, log_probs_of, scores_after, values_of
 from drumline.rl.rewards import Rewards, reward_names
-from drumline.rl.rollouts import Readers, Reading, Rollouts, last_scores, log_probs_of, scores_after, values_of
+from drumline.rl.rollouts import Rollouts
 from drumline.strategies.build import build_engine
 from drumline.telemetry.events import Emit
 from drumline.train.sampling import Sampling, tokenizer_of
@@ -36,6 +37,7 @@ def reinforced(
     place = plan.mesh.data_rank(ranks.rank), plan.mesh.counts(ranks.rank)
     reading = Reading(plan, *place, device, pad_token_id(tokenizer), fixed_width(plan))
     objective = algorithm.build()
+    sample = Sampling(plan, algorithm.generator, engine, tokenizer, device, ahead=algorithm.lookahead > 0)
     rollouts = Rollouts(
         plan=plan,
         algorithm=algorithm,
@@ -43,7 +45,8 @@ def reinforced(
         held_out={name: TokenCache.open(folder) for name, folder in data.eval_caches.items()},
         curriculum=Curriculum(algorithm.curriculum, domains, config.run.seed, config.data.order == "shuffle"),
         kl=objective.kl,
-        sample=Sampling(plan, algorithm.generator, engine, tokenizer, device),
+        sample=sample,
+        begin=sample.begin,
         rewards=Rewards(algorithm.rewards, Path(plan.base_dir), algorithm.reward_workers),
         reading=reading,
         readers=build_readers(plan, algorithm, engine, reading, device),

@@ -26,7 +26,7 @@ from drumline.models.shards import Values
 from drumline.parallel.engine import Engine
 from drumline.parallel.native import LOW_PRECISION
 from drumline.rl.build import generator, greedy
-from drumline.rl.generate import Completion, Generator, Request, generate_together
+from drumline.rl.generate import Completion, Generator, Request, Together
 from drumline.telemetry.events import Emit
 from drumline.telemetry.watched import Samples
 
@@ -42,13 +42,20 @@ class Sampling:
     engine: Engine
     tokenizer: Any
     device: str
+    ahead: bool = False  # what samples beside training has weights of its own
     _generator: Generator | None = None
+    _aside: Together | None = None
     _refresh: Callable[[Any], None] | None = None
 
     def __call__(self, requests: list[Request], step: int, greedily: bool) -> list[Completion]:
         """A completion of each request, in their order, the same on every rank. Collective."""
         made = self._fresh()
-        return generate_together(greedy(made) if greedily else made, requests, step)
+        return Together(greedy(made) if greedily else made, requests, step).result
+
+    def begin(self, requests: list[Request], step: int) -> Together:
+        """The same in a thread, by the weights as they are now, while training goes on. Collective."""
+        self._aside = Together(self._fresh(), requests, step, aside=True)
+        return self._aside
 
     def model(self) -> Any:
         """The whole model on this rank, not one of vLLM. Put back what is changed on it. Collective."""
@@ -56,7 +63,9 @@ class Sampling:
 
     def _fresh(self) -> Generator:
         """What samples, with the weights as they are now."""
-        unsharded = self.engine.unsharded_model()
+        if self._aside is not None:
+            self._aside.wait()  # it samples by the weights that are to change
+        unsharded = None if self.ahead else self.engine.unsharded_model()
         if self._generator is None:
             low, seed, folder = LOW_PRECISION.get(self.plan.precision), self.plan.config.run.seed, Path(self.plan.run_dir)
             made = generator(self.config, self.tokenizer, seed, unsharded, self._copy, low, self.plan.model_path, folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -119,7 +119,7 @@ class Saver:
         """What a checkpoint holds besides tensors."""
         data = self.plan.data
         return {
-            "trainer": asdict(self.state),
+            "trainer": self.state.dump(),
             "engine": self.engine.state(),
             "config": self.plan.config.model_dump(mode="json"),
             "world_size": self.gather.world_size,

@@ -32,8 +32,8 @@ SQUARES = "squared_norms"  # a sum of ranks that step by themselves: of their ow
 class TrainState:
     """The trainer's own state. `position` counts samples drawn from the global order since step 0; `tokens` are real ones, all ranks.
     `best`: the best eval.metric; `evaluated`: steps at the last evaluation, 0 before one (-1: an older checkpoint); `mark`: the metric that
-    eval.patience compares with, and `stale`: evaluations in a row since that were not better. `stream`: what a stream of rollouts goes on
-    from besides."""
+    eval.patience compares with, and `stale`: evaluations in a row since that were not better. `stream`: what a stream goes on from
+    besides."""
 
     step: int = 0
     position: int = 0
@@ -44,6 +44,10 @@ class TrainState:
     mark: float | None = None
     stale: int = 0
     stream: dict[str, Any] = field(default_factory=dict)
+
+    def dump(self) -> dict[str, Any]:
+        """As a checkpoint has it. What of `stream` is a function is asked for now; collective, as a save is."""
+        return {**vars(self), "stream": {key: value() if callable(value) else value for key, value in self.stream.items()}}
 
 
 @dataclass

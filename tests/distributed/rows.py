@@ -357,6 +357,15 @@ CASES += [
             "rloo": {"estimator": "rloo"},
         }.items()
     ),
+    Case(
+        "grpo, ahead",
+        {
+            "algorithm": {"kind": "grpo", "group_size": 4, "ahead": 1, **ROLLOUT},
+            **NO_SIGNS,
+            "run": {"steps": 3, "seed": 2},
+        },
+        rows=KINDS,
+    ),
 ]
 ENGINES = ("ddp 2, accumulation 4", "fsdp2 2, accumulation 4", "zero2 2, accumulation 4", "zero3 2, nothing kept whole, accumulation 4")
 PACKED: dict[str, Any] = {"data": {"packing": True, "max_length": 96}, "rows": 120, "optimizer": {"eps": 1e-6}}

@@ -38,6 +38,7 @@ CASES: dict[str, Any] = {
     },
     "continuous": {**GRPO, "rewards": [LETTERS], "generator": {**GENERATOR, "kind": "continuous"}},
     "live": {**GRPO, "rewards": [LETTERS]},
+    "ahead": {**GRPO, "rewards": [LETTERS], "ahead": 1},
     "judged": {**PPO, "value": "separate", "rewards": [LETTERS, {"kind": "model", "model": {"id": "MODEL"}, "weight": 0.5}]},
     "adaptive": {**PPO, "kl": {"coefficient": 0.05, "target": 0.001, "horizon": 100}, "missing_stop_penalty": 0.5},
 }
@@ -96,6 +97,14 @@ def test_generators_sample_the_same(runs: Path) -> None:
         for mine, other in zip(told(runs, "continuous", kind), told(runs, "live", kind), strict=True):
             for key in keys:
                 assert mine[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), f"{kind} {mine['step']}: {key}"
+
+
+def test_ahead_samples_by_the_weights_before(runs: Path) -> None:
+    """The first two rollouts are of the first weights, and from the second one on weights have moved since it was sampled."""
+    ahead, live = told(runs, "ahead"), told(runs, "live")
+    assert ahead[0]["reward"] == live[0]["reward"] and len(ahead) == len(live) == 4
+    moved = [abs(step["importance_mean"] - 1) for step in told(runs, "ahead", "step")]
+    assert moved[0] < 1e-5 and all(each > 1e-4 for each in moved[1:])
 
 
 def test_models_besides_the_policy(runs: Path) -> None:

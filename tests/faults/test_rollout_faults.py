@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.faults.live import gone, kill, wait_for
 from tests.harness import drumline, events, start_drumline, weights, write_config
 from tests.tiny import tiny_model_dir
@@ -29,7 +31,12 @@ def told(run: Path, kind: str, keys: tuple[str, ...]) -> dict[int, Any]:
     return {event["step"]: {key: event[key] for key in keys} for event in events(run, kind)}
 
 
-def test_killed_in_a_rollout_then_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"minibatches": 2, "epochs": 2, "dynamic_sampling": 1}, pytest.param({"minibatches": 4, "ahead": 1}, marks=pytest.mark.full)],
+    ids=["one after another", "ahead"],
+)
+def test_killed_in_a_rollout_then_resumed(tmp_path: Path, options: dict[str, Any]) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     config = write_config(
         tmp_path,
@@ -37,15 +44,13 @@ def test_killed_in_a_rollout_then_resumed(tmp_path: Path) -> None:
         algorithm={
             "kind": "grpo",
             "group_size": 4,
-            "minibatches": 2,
-            "epochs": 2,
             "loss_chunk": 32,
             "generator": {"kind": "hf", "max_new_tokens": 6},
             "rewards": [{"kind": "function", "path": "slow.py:slow"}],
             "reward_workers": 2,
             "curriculum": {"kind": "success", "solved": 3.0},
             "kl": {"coefficient": 0.05, "target": 0.01, "horizon": 50},
-            "dynamic_sampling": 1,
+            **options,
         },
         adapter={"kind": "lora", "r": 4},
         data={"train": [{"kind": "file", "path": "train.jsonl", "domain": d, "limit": n} for d, n in (("one", 10), ("two", 20))]},

@@ -60,6 +60,11 @@ class GRPOConfig(PromptSpec):
     importance: Literal["none", "token", "sequence"] = Field(
         "none", description="Correct for a generator that is not quite the policy: multiply by min(π_old/π_generator, importance_cap)."
     )
+    ahead: Literal[0, 1] = Field(
+        0,
+        description="1: sample the next rollout while this one is learned from, by a copy of the weights as they were before. Requires"
+        " `importance`, which is then token if it is not set.",
+    )
     importance_cap: float = Field(2.0, gt=1, le=MOST_WEIGHT, description="importance: the weight is truncated here.")
 
     @field_validator("group_size")
@@ -75,6 +80,19 @@ class GRPOConfig(PromptSpec):
         rloo = isinstance(values, dict) and values.get("estimator") == "rloo"
         return {"scale": "none", "ratio": "product", "normalize": "sequence", **values} if rloo else values
 
+    @model_validator(mode="before")
+    @classmethod
+    def _ahead_is_corrected(cls, values: Any) -> Any:
+        return {"importance": "token", **values} if isinstance(values, dict) and values.get("ahead") else values
+
+    @model_validator(mode="after")
+    def _may_go_ahead(self) -> GRPOConfig:
+        if self.ahead and self.importance == "none":
+            raise ValueError("ahead samples by older weights, which importance: token or sequence corrects")
+        if self.ahead and self.dynamic_sampling:
+            raise ValueError("dynamic_sampling chooses prompts by rewards, which a rollout that is under way has not got; leave one out")
+        return self
+
     @model_validator(mode="after")
     def _cuts_above_the_clip(self) -> GRPOConfig:
         if self.delta is not None and (self.surrogate == "cispo" or self.delta <= 1 + self.upper_clip):
@@ -88,6 +106,10 @@ class GRPOConfig(PromptSpec):
     @property
     def on_policy(self) -> bool:
         return super().on_policy and self.importance == "none"
+
+    @property
+    def lookahead(self) -> int:
+        return self.ahead
 
     @property
     def rounds(self) -> int:

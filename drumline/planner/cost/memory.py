@@ -276,12 +276,13 @@ def _frozen(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) -> int:
 
 
 def samples_copy(layout: Layout) -> bool:
-    """Whether rollouts, and samples and tasks of evaluation, come from a copy of the policy (rl.build): where the policy is sharded, and
-    where its weights are fp32 and continuous batching, which knows no autocast, shall compute in less."""
+    """Whether rollouts, and samples and tasks of evaluation, come from a copy of the policy (rl.build): where the policy is sharded, where
+    rollouts go ahead, and where its weights are fp32 and continuous batching, which knows no autocast, shall compute in less."""
     generator = generator_of(layout)
     if generator is None or isinstance(generator, VLLMGenerator):
         return False
-    whole = layout.strategy.whole_weights and plain(layout.mesh)
+    rollout = layout.config.algorithm.rollout
+    whole = layout.strategy.whole_weights and plain(layout.mesh) and not (rollout is not None and rollout.lookahead)
     return not whole or (isinstance(generator, ContinuousGenerator) and layout.precision != "fp32")
 
 

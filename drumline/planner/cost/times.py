@@ -79,13 +79,16 @@ def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, volume: Volume)
         offload += max(0.0, cluster.host_seconds("to_host", moved) - forward) + max(
             0.0, cluster.host_seconds("to_device", moved) - backward
         )
+    rollout, algorithm = rollout_seconds(layout, facts, cluster), layout.config.algorithm.rollout
+    if algorithm is not None and algorithm.lookahead and isinstance(algorithm.generator, VLLMGenerator) and algorithm.generator.url:
+        rollout = max(0.0, rollout - busy - optimizer)  # the server samples meanwhile; on the device that trains nothing is gained
     return Seconds(
         compute=busy,
         communication=communication,
         bubble=waits,
         optimizer=optimizer,
         offload=offload,
-        rollout=rollout_seconds(layout, facts, cluster),
+        rollout=rollout,
     )
 
 
