@@ -362,7 +362,7 @@ CASES += [
         {
             "algorithm": {"kind": "grpo", "group_size": 4, "ahead": 1, **ROLLOUT},
             **NO_SIGNS,
-            "run": {"steps": 3, "seed": 2},
+            "run": {"steps": 2, "seed": 2},  # a step a rollout
         },
         rows=KINDS,
     ),
