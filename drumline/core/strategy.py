@@ -76,14 +76,15 @@ class Names(NamedTuple):
 
 
 class Space(NamedTuple):
-    """What the search looks for strategies on. `layers`: of the model. `nvme`: a folder on a disk to offload to. `stream`: the model's
-    residual stream may be cut by tokens."""
+    """What the search looks for strategies on. `layers`: of the model, and `experts` of a layer. `nvme`: a folder on a disk to offload to.
+    `stream`: the model's residual stream may be cut by tokens."""
 
     nodes: int
     per_node: int
     layers: int
     nvme: str | None
     stream: bool = False
+    experts: int = 0
 
     @property
     def world(self) -> int:
@@ -388,11 +389,13 @@ class OneDegree(StrategySpec):
 
 
 def mixes(space: Space) -> Iterator[dict[str, Any]]:
-    """Degrees that divide: tensor parallel within a host, at most a stage a layer, no pipeline of parts of sequences."""
-    world = space.world
-    for tp, cp, pp in product(divisors(space.per_node), divisors(world), divisors(world)):
-        if tp == cp == pp == 1 or world % (tp * cp * pp) or pp > max(1, space.layers) or (cp > 1 and pp > 1):
+    """Degrees that divide: tensor and expert parallel within a host, at most a stage a layer, no pipeline of parts of sequences."""
+    world, inside = space.world, divisors(space.per_node)
+    degrees = [(tp, cp, pp, 1) for tp, cp, pp in product(inside, divisors(world), divisors(world))]
+    degrees += [(1, 1, pp, ep) for pp, ep in product(divisors(world), inside) if space.experts and ep > 1 and space.experts % ep == 0]
+    for tp, cp, pp, ep in degrees:
+        if tp == cp == pp == ep == 1 or world % (tp * cp * pp * ep) or pp > max(1, space.layers) or (cp > 1 and pp > 1):
             continue
         for schedule in SCHEDULES if pp > 1 else SCHEDULES[:1]:
             parts = {"sequence_parallel": True} if space.stream and tp > 1 else {}
-            yield {"tp": tp, "cp": cp, "pp": pp, "pipeline": PipelineConfig(schedule=schedule), **parts}
+            yield {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "pipeline": PipelineConfig(schedule=schedule), **parts}

@@ -11,7 +11,7 @@ import pytest
 from drumline.core.estimate import HostMemory
 from drumline.core.load import load_text
 from drumline.core.plan import RolePlan
-from drumline.core.strategy import Names
+from drumline.core.strategy import Degrees, Names
 from drumline.planner.search.answer import TIE, Answer, Candidate, Question, in_order
 from drumline.planner.search.auto import with_little_room
 from drumline.planner.search.search import CHECKPOINTING, FEW, fits, look_at, search, search_space
@@ -70,6 +70,16 @@ def test_what_is_taken_and_what_is_refused(name: str) -> None:
     for one in answer.refused:
         held = one.best and one.best.estimate.memory.reserved
         assert one.name not in out or (held and held > one.best.estimate.limit and " GB > " in one.reason), one.reason  # type: ignore[union-attr]
+
+
+def test_experts_are_laid_on_ranks_of_a_host() -> None:
+    """A mixture of 8 experts on two hosts of 4: groups of 2 and 4, alone and in a pipeline; a model without experts has none."""
+    cluster = {"device": "h100-80g", "per_node": 4, "nodes": 2, "inter": "400Gb"}
+    asked = question("1b", cluster)
+    mixture = replace(asked, facts=replace(asked.facts, experts=8))
+    degrees = {(way.kind, way.ep, way.pp) for way in search_space(mixture) if isinstance(way, Degrees) and way.ep > 1}
+    assert {("ddp", 2, 1), ("fsdp2", 4, 1), ("fsdp2", 4, 2), ("ddp", 2, 4)} <= degrees and {ep for _, ep, _ in degrees} == {2, 4}
+    assert not [way for way in search_space(asked) if isinstance(way, Degrees) and way.ep > 1]
 
 
 def test_what_fits_comes_first_then_the_fastest_then_the_simplest() -> None:

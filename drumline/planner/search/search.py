@@ -32,7 +32,7 @@ from drumline.planner.search.budget import CHECKPOINTING, kinds_of, within_budge
 
 FEW = 3  # strategies of a family that an answer holds
 # Keys that candidates choose; whatever else a user sets of a strategy goes over them.
-_CHOSEN = ("tp", "cp", "pp", "replicate", "reshard_after_forward", "offload", "offload_optimizer", "offload_parameters")
+_CHOSEN = ("tp", "cp", "pp", "ep", "replicate", "reshard_after_forward", "offload", "offload_optimizer", "offload_parameters")
 
 
 def search_space(question: Question) -> Iterator[StrategySpec]:
@@ -40,7 +40,14 @@ def search_space(question: Question) -> Iterator[StrategySpec]:
     strategies that need to be named (dp, local_sgd, diloco, tp, cp, pp, model_parallel) are there where it names them."""
     given, cluster, seen = question.config.strategy, question.cluster, set[str]()
     stream = next(whole_stream(question.config, question.facts), None) is None
-    space = Space(cluster.nodes, cluster.per_node, question.facts.layers, question.nvme or getattr(given, "nvme", None), stream)
+    space = Space(
+        cluster.nodes,
+        cluster.per_node,
+        question.facts.layers,
+        question.nvme or getattr(given, "nvme", None),
+        stream,
+        question.facts.experts,
+    )
     for strategy in chain(given.variants(), *(spec.candidates(space) for spec in kinds(StrategySpec).values())):
         merged = _merge(given, strategy)
         if merged is not None and (name := merged.names(cluster.world_size).name) not in seen:

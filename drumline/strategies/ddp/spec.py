@@ -90,7 +90,7 @@ class DDPStrategy(Degrees, CopyOptions):
             yield cls()
         for degrees in mixes(space):
             # Without DDP's overlap sharing out the step costs nothing.
-            shared = degrees["cp"] == 1 and degrees["tp"] * degrees["pp"] < space.world
+            shared = degrees["cp"] == degrees["ep"] == 1 and degrees["tp"] * degrees["pp"] < space.world
             yield cls(**degrees, shard_optimizer=shared)
 
     def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategySpec]]:

@@ -111,7 +111,7 @@ class FSDP2Strategy(Degrees):
         data = space.world // model
         for hosts in (2**i for i in range(MOST_COPIES)):
             shard, rest = divmod(space.per_node * hosts, model)
-            if hosts < space.nodes and not rest and shard > 1 and shard < data and data % shard == 0:
+            if hosts < space.nodes and not rest and shard > 1 and shard < data and data % shard == shard % degrees.get("ep", 1) == 0:
                 yield cls(**degrees, replicate=data // shard)
 
     def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategySpec]]:
