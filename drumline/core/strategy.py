@@ -391,9 +391,8 @@ class OneDegree(StrategySpec):
 def mixes(space: Space) -> Iterator[dict[str, Any]]:
     """Degrees that divide: tensor and expert parallel within a host, at most a stage a layer, no pipeline of parts of sequences."""
     world, inside = space.world, divisors(space.per_node)
-    degrees = [(tp, cp, pp, 1) for tp, cp, pp in product(inside, divisors(world), divisors(world))]
-    degrees += [(1, 1, pp, ep) for pp, ep in product(divisors(world), inside) if space.experts and ep > 1 and space.experts % ep == 0]
-    for tp, cp, pp, ep in degrees:
+    experts = [(1, 1, pp, ep) for pp, ep in product(divisors(world), inside) if space.experts and ep > 1 and space.experts % ep == 0]
+    for tp, cp, pp, ep in [*product(inside, divisors(world), divisors(world), (1,)), *experts]:
         if tp == cp == pp == ep == 1 or world % (tp * cp * pp * ep) or pp > max(1, space.layers) or (cp > 1 and pp > 1):
             continue
         for schedule in SCHEDULES if pp > 1 else SCHEDULES[:1]:
