@@ -20,6 +20,9 @@ os.environ.update({name: ENV[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+LONG = ("tests/hosts/", "tests/slurm/")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--parity-results", type=Path, default=None, help="write what the parity test measured to this JSON file")
     parser.addoption("--full", action="store_true", help="also the tests marked `full`: what `make test-full` runs")
@@ -47,7 +50,8 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file is one worker's, but for parity: there the rows of a process group are, so that workers share the longest file."""
+    """A file is one worker's, but for parity: there the rows of a process group are, so that workers share the longest file. Files of
+    few and long tests come first: at the end one worker would wait for the other."""
     from xdist.scheduler import LoadFileScheduling
 
     from tests.distributed.rows import LOW, ROWS, group_of
@@ -59,5 +63,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file, _, test = nodeid.partition("::")
             named = [name for name in rows if test.partition("[")[2].startswith(name)] if file.endswith("/test_parity.py") else []
             return f"{file}::{group_of(rows[max(named, key=len)])}" if named else file
+
+        def _assign_work_unit(self, node: Any) -> None:
+            if not any(self.assigned_work.values()):
+                for scope in [each for each in self.workqueue if each.startswith(LONG)]:
+                    self.workqueue.move_to_end(scope, last=False)
+            super()._assign_work_unit(node)
 
     return Files(config, log) if config.getoption("dist") == "loadfile" else None
