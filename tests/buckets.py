@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -25,7 +26,8 @@ def server(bucket: str) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log = tempfile.TemporaryFile()
+    process = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stdout=log, stderr=log)
     try:
         deadline = time.monotonic() + 60
         while True:
@@ -34,11 +36,15 @@ def server(bucket: str) -> Iterator[str]:
                 break
             assert process.poll() is None and time.monotonic() < deadline, "no server"
             time.sleep(0.1)
+        assert process.poll() is None, "another one answers there"
         with environment(address):
             yield address
+        log.seek(0)
+        assert process.poll() is None, f"the server ended with {process.returncode}: {log.read()[-2000:].decode(errors='replace')}"
     finally:
         process.kill()
         process.wait()
+        log.close()
 
 
 @contextmanager

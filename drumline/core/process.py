@@ -211,6 +211,7 @@ class Early(ForkProcess):
             _go_on()
         finally:
             atexit._run_exitfuncs()
+            _flush()
 
     def poll(self) -> int | None:
         return self.exitcode
@@ -222,6 +223,15 @@ class Early(ForkProcess):
     def send_signal(self, number: int) -> None:
         if self.poll() is None and self.pid is not None:
             os.kill(self.pid, number)
+
+
+def _flush() -> None:
+    """What a log on a full disk has no room for is lost: multiprocessing would make it the exit code 1."""
+    for name in ("stdout", "stderr"):
+        try:
+            getattr(sys, name).flush()
+        except OSError:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the process ends
 
 
 def _go_on() -> None:

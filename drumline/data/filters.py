@@ -32,7 +32,7 @@ def where(rows: RawRows, conditions: Sequence[tuple[str, str]], dropped: Callabl
     try:
         import duckdb
     except ImportError as error:
-        fix = "pip install 'drumline[filters]'"
+        fix = "pip install duckdb"
         raise EnvironmentFault("DuckDB is not installed, which `where` needs", where=conditions[0][0], fix=fix) from error
     columns: dict[str, None] = {}
     with duckdb.connect(":memory:", config=_CLOSED) as connection:

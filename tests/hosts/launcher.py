@@ -17,7 +17,9 @@ if __name__ == "__main__":
     assert isinstance(options, SSHLauncher | RayLauncher)
     try:
         with options.early(plan.config, path) as hosts:
-            hosts.counts = counts(options)
+            hosts.counts = (
+                counts(options) if isinstance(options, SSHLauncher) else dict(zip(hosts.remotes, options.host_ranks(), strict=True))
+            )
             sys.exit(launch(plan, path, None, lambda event: None, worker=sys.argv[2], ranks=hosts))
     except DrumlineError as error:
         print(f"error: {error.line()}", file=sys.stderr)

@@ -104,7 +104,7 @@ class Host:
     def processes(self, marker: str) -> list[str]:
         """Command lines there that hold `marker`."""
         lines = []
-        for each in self.run("ps", "-eo", "args", "--no-headers").splitlines():
+        for each in self.run("ps", "-ww", "-eo", "args", "--no-headers").splitlines():
             if marker in each and not each.startswith("ps "):
                 lines.append(each)
         return lines

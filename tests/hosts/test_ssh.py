@@ -70,9 +70,11 @@ def left(two: dict[str, Host], run: Path, within: float = 10.0) -> list[str]:
 def rank_on(host: Host) -> int:
     """The process id there of its rank."""
     found = [
-        line.split(None, 1) for line in host.run("ps", "-eo", "pid,args", "--no-headers").splitlines() if "drumline.train.entry" in line
+        line.split(None, 1)
+        for line in host.run("ps", "-ww", "-eo", "pid,args", "--no-headers").splitlines()
+        if "drumline.train.entry" in line
     ]
-    assert found, host.run("ps", "-eo", "pid,ppid,args", "--no-headers")
+    assert found, host.run("ps", "-ww", "-eo", "pid,ppid,args", "--no-headers")
     return int(found[0][0])
 
 
@@ -145,7 +147,7 @@ def test_sigterm_saves_on_all_hosts(two: dict[str, Host], ssh: Path, model: Path
     run = tmp_path / "run"
     process = two["a"].start(*TRAIN, path)
     wait_for(run, "step", 5, process)
-    launcher = next(line.split()[0] for line in two["a"].run("ps", "-eo", "pid,args").splitlines() if "-m drumline train" in line)
+    launcher = next(line.split()[0] for line in two["a"].run("ps", "-ww", "-eo", "pid,args").splitlines() if "-m drumline train" in line)
     two["a"].run("kill", "-TERM", launcher)
     code, out = ended(process, 120)
     assert code == 75 and events(run, "preempt"), out
@@ -156,7 +158,7 @@ def test_a_killed_launcher_leaves_nothing(two: dict[str, Host], ssh: Path, model
     path = config(tmp_path, model, ssh, run={"steps": 100000})
     process = two["a"].start(*TRAIN, path)
     wait_for(tmp_path / "run", "step", 3, process)
-    launcher = next(line.split()[0] for line in two["a"].run("ps", "-eo", "pid,args").splitlines() if "-m drumline train" in line)
+    launcher = next(line.split()[0] for line in two["a"].run("ps", "-ww", "-eo", "pid,args").splitlines() if "-m drumline train" in line)
     two["a"].run("kill", "-KILL", launcher)
     ended(process, 60)
     assert not left(two, tmp_path / "run", 3 * SILENT_SECONDS)

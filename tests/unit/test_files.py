@@ -11,8 +11,8 @@ import pytest
 from drumline.core.files import create_whole, give_name, take_name, temporary_folder, whole_file, write_whole
 
 PACKAGE = Path(__file__).parents[2] / "drumline"
-# Who renames besides: a lease that is taken away, and what torch's checkpoint writer asks for.
-RENAME = {"core/files.py", "launchers/lease.py", "checkpoint/storage.py"}
+# Who renames besides: a lease that is taken away, what torch's checkpoint writer asks for, and files between two temporary folders.
+RENAME = {"core/files.py", "launchers/lease.py", "checkpoint/storage.py", "data/blocks.py", "data/make.py"}
 
 
 @pytest.mark.parametrize("private", [False, True])
