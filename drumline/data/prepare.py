@@ -96,7 +96,7 @@ def _plan(tasks: list[Task]) -> DataPlan:
         samples_with_images=info.get("samples_with_images", 0),
         labels=() if train is None else config.algorithm.classes(train, [*held_out.values()]),
         identity=of_stream if train is None else identify(train),
-        formats=tuple(line for each in (info, *(cache.info for cache in held_out.values())) for line in each["formats"]),
+        formats=tuple(dict.fromkeys(line for each in (info, *(cache.info for cache in held_out.values())) for line in each["formats"])),
         stream=streams,
         sources=sources,
         epoch_samples=sum(source.per_epoch for source in sources) if config.data.mixed else 0,
