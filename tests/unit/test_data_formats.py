@@ -337,10 +337,11 @@ def test_the_key_offers_every_format() -> None:
 
 def test_the_format_is_said(tmp_path: Path) -> None:
     path = write_config(tmp_path, tiny_model_dir(tmp_path / "tiny"))
-    (tmp_path / "train.jsonl").write_text(json.dumps({"conversations": [HUMAN, GPT]}) + "\n")
-    loaded = load(path, [])
+    rows = [{"conversations": [{**HUMAN, "value": f"number {number}"}, GPT]} for number in range(3)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load(path, ["data.eval=[]", "data.holdout=1"])
     data = prepare.prepare(loaded.config, str(tmp_path / "tiny"), tmp_path)
-    assert data.notes[0] == "train.jsonl: read as sharegpt" and data.train_samples == 1
+    assert data.notes == ("train.jsonl: read as sharegpt",) and data.train_samples == 2, "once, of both caches"
 
 
 def test_a_path_is_enough(tmp_path: Path) -> None:
