@@ -341,7 +341,7 @@ def test_the_format_is_said(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = load(path, ["data.eval=[]", "data.holdout=1"])
     data = prepare.prepare(loaded.config, str(tmp_path / "tiny"), tmp_path)
-    assert data.notes == ("train.jsonl: read as sharegpt",) and data.train_samples == 2, "once, of both caches"
+    assert data.notes == ("train.jsonl: read as sharegpt",) and data.train_samples == 1, "once, of both caches"
 
 
 def test_a_path_is_enough(tmp_path: Path) -> None:
