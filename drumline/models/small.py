@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from transformers import PretrainedConfig
 
 from drumline.dist.seeds import drawing
 from drumline.models.blocks import blocks
@@ -100,7 +101,7 @@ def _cut(config: Any, layers: int, narrow: bool) -> Any:
         if isinstance(value, list) and len(value) == before and not derived:
             setattr(text, key, value[:layers])
     text.num_hidden_layers = layers
-    if (vision := getattr(config, "vision_config", None)) is not None:
+    if isinstance(vision := getattr(config, "vision_config", None), PretrainedConfig):
         vision.depth = 1
         vision.deepstack_visual_indexes = [0]
     if narrow:

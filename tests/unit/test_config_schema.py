@@ -62,7 +62,7 @@ def accepted(values: dict[str, Any]) -> bool:
     return True
 
 
-MODELS = sorted({place for place in short_places() if place[-1].endswith("model") and "rewards" not in place})
+MODELS = [("model",), ("algorithm", "value_model")]
 PLACES = sorted({place for place in short_places() if place[0] != "data" and not place[-1].endswith("model")})
 
 
