@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from transformers import PretrainedConfig
 
 from drumline.dist.seeds import drawing
 from drumline.models.blocks import blocks
@@ -101,7 +100,8 @@ def _cut(config: Any, layers: int, narrow: bool) -> Any:
         if isinstance(value, list) and len(value) == before and not derived:
             setattr(text, key, value[:layers])
     text.num_hidden_layers = layers
-    if isinstance(vision := getattr(config, "vision_config", None), PretrainedConfig):
+    vision: Any = getattr(config, "vision_config", None)
+    if hasattr(vision, "to_dict"):  # a config of its own; a foreign file may have anything there
         vision.depth = 1
         vision.deepstack_visual_indexes = [0]
     if narrow:

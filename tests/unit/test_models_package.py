@@ -165,7 +165,8 @@ def test_packages_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "2 GGUF files" in refusal(id="package:two-gguf")
     assert "0 GGUF files" in refusal(id="package:torch")
     # Python 3.12 does not list files that are gone.
-    assert ("lost its file tiny0.gguf" if sys.version_info < (3, 12) else "0 GGUF files") in refusal(id="package:lost-gguf")
+    # Python 3.12, and before it importlib_metadata where a package brings that, leave out files that are gone.
+    assert any(words in refusal(id="package:lost-gguf") for words in ("lost its file tiny0.gguf", "0 GGUF files"))
     assert "has no revisions" in refusal(id="package:torch", revision="main")
 
 
