@@ -164,7 +164,6 @@ def test_packages_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "2 GGUF files" in refusal(id="package:two-gguf")
     assert "0 GGUF files" in refusal(id="package:torch")
-    # Python 3.12 does not list files that are gone.
     # Python 3.12, and before it importlib_metadata where a package brings that, leave out files that are gone.
     assert any(words in refusal(id="package:lost-gguf") for words in ("lost its file tiny0.gguf", "0 GGUF files"))
     assert "has no revisions" in refusal(id="package:torch", revision="main")
