@@ -128,13 +128,8 @@ def _peak_of(device: str) -> Callable[[], float]:
         return lambda: float(torch.cuda.max_memory_allocated() - start)
     # Writing 5 sets the kernel's high-water mark back to the present resident set (proc(5)).
     Path("/proc/self/clear_refs").write_text("5")
-    start = _high_water_bytes()
-    return lambda: float(_high_water_bytes() - start)
-
-
-def _high_water_bytes() -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+    start = common.status_bytes("VmHWM")
+    return lambda: float(common.status_bytes("VmHWM") - start)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,15 @@ def heading() -> dict[str, Any]:
     }
 
 
+def status_bytes(key: str, pid: int | str = "self") -> int:
+    """A size in the status of a process (proc(5)): VmHWM, RssAnon; 0 where it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), 0)
+
+
 def _version(name: str) -> str:
     try:
         return metadata.version(name)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import write
+from benchmarks.common import status_bytes, write
 
 
 class Peak:
@@ -29,11 +29,11 @@ def watched() -> Iterator[Peak]:
     peak, done = Peak(), threading.Event()
     # Writing 5 sets the kernel's high-water mark back to the present resident set (proc(5)).
     Path("/proc/self/clear_refs").write_text("5")
-    resident, anonymous = _status("VmHWM"), _status("RssAnon")
+    resident, anonymous = status_bytes("VmHWM"), status_bytes("RssAnon")
 
     def sample() -> None:
         while not done.wait(0.001):
-            peak.anonymous = max(peak.anonymous, _status("RssAnon") - anonymous)
+            peak.anonymous = max(peak.anonymous, status_bytes("RssAnon") - anonymous)
 
     thread = threading.Thread(target=sample)
     thread.start()
@@ -42,12 +42,7 @@ def watched() -> Iterator[Peak]:
     finally:
         done.set()
         thread.join()
-        peak.resident = _status("VmHWM") - resident
-
-
-def _status(key: str) -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
-    return int(line.split()[1]) * 1024
+        peak.resident = status_bytes("VmHWM") - resident
 
 
 def save_random_model(folder: Path, parameters: float, dtype: str) -> int:

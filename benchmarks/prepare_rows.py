@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import parse, parser, write
+from benchmarks.common import parse, parser, status_bytes, write
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "omicron", "sigma", "omega"]
 LENGTH = 512
@@ -49,21 +49,13 @@ class Peak:
 
         me = psutil.Process()
         while not self.over.wait(0.02):
-            self.own = max(self.own, anonymous(me.pid))
-            self.child = max([self.child, *(anonymous(child.pid) for child in me.children(recursive=True))])
+            self.own = max(self.own, status_bytes("RssAnon", me.pid))
+            self.child = max([self.child, *(status_bytes("RssAnon", child.pid) for child in me.children(recursive=True))])
 
     def read(self) -> dict[str, int]:
         self.over.set()
         self.thread.join()
         return {"own_bytes": self.own, "largest_child_bytes": self.child}
-
-
-def anonymous(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
 
 
 def tool(name: str, base: Path, rows: Path, workers: int, extra: dict[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
-    """Bytes are told by their argument's name: gzip writes the second into them, and workers must find the same tests."""
+    """Bytes have their argument's name as id: gzip writes the second into them, and workers must find the same tests."""
     return argname if isinstance(val, bytes) else None
 
 

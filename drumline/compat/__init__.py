@@ -49,10 +49,15 @@ def recognise(values: Mapping[Any, Any]) -> Kind | None:
 DEEPSPEED_TOO = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "fp16", "bf16"}
 
 
+def _own_keys(name: str) -> set[str]:
+    """The keys of Drumline's own section of that name."""
+    field = Config.model_fields.get(name)
+    return set(getattr(field.annotation, "model_fields", ())) if field else set()
+
+
 def _is_own(name: str, section: Any) -> bool:
     """Whether a section has keys of Drumline's own, and no others."""
-    field = Config.model_fields.get(name)
-    own = set(getattr(field.annotation, "model_fields", ())) - {*TABLE, *SECTIONS.get(name, ())} if field else set()
+    own = _own_keys(name) - {*TABLE, *SECTIONS.get(name, ())}
     return isinstance(section, dict) and bool(section) and {str(key) for key in section} <= own
 
 
@@ -64,7 +69,7 @@ def _holds_arguments(name: str, section: Any) -> bool:
     known = {*TABLE, *SECTIONS[name]} & keys
     if name not in Config.model_fields:
         return bool(known)
-    own = set(getattr(Config.model_fields[name].annotation, "model_fields", ()))
+    own = _own_keys(name)
     return bool(known - own) and not (keys & own) - known
 
 

@@ -49,6 +49,10 @@ def _by_name(value: Any) -> Any:
     return {"": value} if isinstance(value, str) else {} if value is None else value
 
 
+# Outcomes of a row that is not trained on: keys of `SourcePlan`, and of what a preparation counts.
+LEFT_OUT = ("filtered", "ties", "duplicates", "contaminated", "too_long", "unlearned")
+
+
 class SourcePlan(Frozen):
     """What became of the rows of a source."""
 

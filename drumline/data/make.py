@@ -16,6 +16,7 @@ import numpy as np
 
 from drumline.core.config import Config
 from drumline.core.data import Source, TasksSource
+from drumline.core.plan import LEFT_OUT
 from drumline.data.cache import Column, Layout, bounds, commit, read_info, temporary_folder
 from drumline.data.filters import RawRows, where
 from drumline.data.images import count_images, join_metas
@@ -212,8 +213,8 @@ def finish(task: Task, stage: Stage, temporary: Path, folder: Path, role: int) -
 
 def _counted(stage: Stage, number: int, source: Source) -> dict[str, Any]:
     """A `SourcePlan` as far as the stage knows it."""
-    outcomes = ("read", "filtered", "ties", "duplicates", "contaminated", "truncated", "too_long", "unlearned")
-    return {"name": describe(source), "rows": 0, "tokens": 0, "samples": None, **{name: stage.counts[number, name] for name in outcomes}}
+    outcomes = {name: stage.counts[number, name] for name in ("read", "truncated", *LEFT_OUT)}
+    return {"name": describe(source), "rows": 0, "tokens": 0, "samples": None, **outcomes}
 
 
 def _samples(config: Config, segments: Ints, learned: Ints, owner: Ints, metas: list[bytes]) -> tuple[Ints, Ints, Ints, list[bytes]]:

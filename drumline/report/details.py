@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from drumline.core.explain import count
+from drumline.core.plan import LEFT_OUT
 from drumline.report.curves import MOST_POINTS, binned
 from drumline.report.facts import RunFacts, mapping, number, numbers
 from drumline.report.markup import Html, bytes_of, facts, join, moment, seconds_of, table, tag
@@ -171,9 +172,6 @@ def data(run: RunFacts, drawings: Drawings) -> Html | None:
     found = mapping(run.plan.get("data")).get("sources")
     sources = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
     return tag("div", counts, _sources(sources)) if len(sources) > 1 else counts
-
-
-LEFT_OUT = ("filtered", "ties", "duplicates", "contaminated", "too_long", "unlearned")
 
 
 def _sources(found: list[dict[str, Any]]) -> Html:

@@ -26,7 +26,7 @@ from drumline.models.shards import Values
 from drumline.parallel.engine import Engine
 from drumline.parallel.native import LOW_PRECISION
 from drumline.rl.build import generator, greedy
-from drumline.rl.generate import Completion, Generator, Request, Together
+from drumline.rl.generate import Completion, Generator, Request, Together, generate_together
 from drumline.telemetry.events import Emit
 from drumline.telemetry.watched import Samples
 
@@ -50,7 +50,7 @@ class Sampling:
     def __call__(self, requests: list[Request], step: int, greedily: bool) -> list[Completion]:
         """A completion of each request, in their order, the same on every rank. Collective."""
         made = self._fresh()
-        return Together(greedy(made) if greedily else made, requests, step).result
+        return generate_together(greedy(made) if greedily else made, requests, step)
 
     def begin(self, requests: list[Request], step: int) -> Together:
         """The same in a thread, by the weights as they are now, while training goes on. Collective."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.common import status_bytes
 from drumline.core.plan import Plan
 from tests.forks import Forked
 from tests.harness import ENV, events, losses, survivors, write_config
@@ -55,16 +56,8 @@ class _Most(threading.Thread):
             while True:
                 ranks = psutil.Process(self.pid).children()
                 for _ in range(50):
-                    self.bytes_ = max([self.bytes_, *(_data_bytes(rank.pid) for rank in ranks)])
+                    self.bytes_ = max([self.bytes_, *(status_bytes("VmData", rank.pid) for rank in ranks)])
                     time.sleep(0.01)
-
-
-def _data_bytes(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData")), 0)
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,8 @@ class FSDP2Strategy(Degrees):
         data = space.world // model
         for hosts in (2**i for i in range(MOST_COPIES)):
             shard, rest = divmod(space.per_node * hosts, model)
-            if hosts < space.nodes and not rest and shard > 1 and shard < data and data % shard == shard % degrees.get("ep", 1) == 0:
+            divides = not (rest or data % shard or shard % degrees.get("ep", 1))  # shard is 0 with a rest alone
+            if hosts < space.nodes and divides and 1 < shard < data:
                 yield cls(**degrees, replicate=data // shard)
 
     def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategySpec]]:
