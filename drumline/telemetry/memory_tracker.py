@@ -117,7 +117,8 @@ class LiveBytes(TorchDispatchMode):
                     self._references[key] = weakref.ref(storage, partial(self._freed, key))
                     if unknown:
                         self._unknown[key] = 0
-                self._resized(key, storage.nbytes())
+                # An int: torch remembers what fakes gave, across modes, also where a compiled function has made a symbol of the size.
+                self._resized(key, int(storage.nbytes()))
 
     def _resized(self, key: int, bytes_: int) -> None:
         if key in self._unknown:
