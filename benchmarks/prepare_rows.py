@@ -1,6 +1,7 @@
 """Seconds and memory of preparing rows: `drumline prepare` against `datasets.map` with the same tokenizer, chat template and length, each
 in a process of its own that streams one file of short conversations, with as many tokenising processes. Peak memory is that of the process
-that reads and writes, without file pages (RssAnon), and the largest of its children; the second start finds the cache.
+that reads and writes, without file pages (RssAnon), and the largest of its children; the second start finds the cache. `datasets.map`
+tokenises alone; "with masks" it also says which tokens are learned, as Drumline does, from the length of the prompt's own tokens.
 
     python benchmarks/prepare_rows.py --rows 100000 1000000 --out benchmarks/results/prepare_rows-cpu.json
 """
@@ -82,7 +83,13 @@ def tool(name: str, base: Path, rows: Path, workers: int, extra: dict[str, Any])
             pairs = zip(batch["prompt"], batch["completion"], strict=True)
             chats = [[{"role": "user", "content": one}, {"role": "assistant", "content": other}] for one, other in pairs]
             texts = tokenizer.apply_chat_template(chats, tokenize=False)
-            return dict(tokenizer(texts, add_special_tokens=False, truncation=True, max_length=LENGTH))
+            encoded = dict(tokenizer(texts, add_special_tokens=False, truncation=True, max_length=LENGTH))
+            if name == "with masks":
+                heads = tokenizer.apply_chat_template([chat[:1] for chat in chats], tokenize=False, add_generation_prompt=True)
+                sizes = [len(ids) for ids in tokenizer(heads, add_special_tokens=False)["input_ids"]]
+                both = zip(sizes, encoded["input_ids"], strict=True)
+                encoded["learn"] = [[0] * size + [1] * (len(ids) - size) for size, ids in both]
+            return encoded
 
         loaded = datasets.load_dataset("json", data_files=str(rows), split="train", cache_dir=str(base / "hf"))
         made = loaded.map(encode, batched=True, num_proc=workers if workers > 1 else None, remove_columns=["prompt", "completion"])
@@ -121,7 +128,9 @@ def main() -> None:
                 "drumline", base, rows, options.workers, {"where": "length(prompt) > 12", "duplicates": "exact"}
             )
             if not options.alone:
-                found["datasets.map"] = run("datasets.map", base, rows, options.workers)
+                found |= {
+                    f"datasets.map{more}": run(more.strip(", ") or "alone", base, rows, options.workers) for more in ("", ", with masks")
+                }
         figures[f"{count:,} rows"] = found
         for name, each in found.items():
             if isinstance(each, dict):

@@ -7,7 +7,7 @@ rollouts: N episodes, M tokens of the longest completion.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
@@ -43,14 +43,21 @@ class Batch:
         """The weight of a batch of these samples of a cache, without collating it."""
         return float(len(samples))
 
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """The batch with every tensor changed."""
+        changed: dict[str, Any] = {name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        changed |= {name: value.each(change) for name, value in vars(self).items() if isinstance(value, Batch)}
+        return replace(self, **changed)
+
     def to(self, device: torch.device | str) -> Self:
-        """The batch on `device`; copies do not block the host."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        if on_gpu := torch.device(device).type == "cuda":
-            tensors = {name: value if value.is_cuda else value.pin_memory() for name, value in tensors.items()}
-        moved: dict[str, Any] = {name: value.to(device, non_blocking=on_gpu) for name, value in tensors.items()}
-        moved |= {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Batch)}
-        return replace(self, **moved)
+        """The batch on `device`; copies to a GPU do not block the host."""
+        on_gpu = torch.device(device).type == "cuda"
+        return self.each(lambda tensor: (pinned(tensor) if on_gpu else tensor).to(device, non_blocking=on_gpu))
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the host in page-locked memory, from which a copy to a GPU does not block the host."""
+    return tensor if tensor.is_cuda else tensor.pin_memory()
 
 
 @dataclass(frozen=True)

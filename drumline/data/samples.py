@@ -108,8 +108,12 @@ class SampleBatch:
     content: Any
     weight: float
 
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SampleBatch:
+        """The batch with every tensor of its content changed."""
+        return replace(self, content=tree_map_only(torch.Tensor, change, self.content))
+
     def to(self, device: str) -> SampleBatch:
-        return replace(self, content=tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), self.content))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True)

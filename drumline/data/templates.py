@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -238,15 +239,20 @@ class Encoder:
 
     def _span(self, messages: Messages, index: int, text: str, row: Row) -> tuple[int, int]:
         """The characters [start, stop) of assistant turn `index` in `text`."""
+
+        def before() -> str:
+            return self._render(messages[:index], row) if index else ""
+
         through = text if index == len(messages) - 1 else self._render(messages[: index + 1], row)
-        before = self._render(messages[:index], row) if index else ""
         head = self._render(messages[:index], row, add_generation_prompt=True) if index else self._first_head(text, row)
         whole, headed = text.startswith(through), text.startswith(head)
         content = messages[index].get("content", "")
         content = ("".join(part.get("text", "") for part in content) if isinstance(content, list) else str(content)).strip()
         # Templates may leave the reasoning out, so that only the answer behind it is in the text.
         wordings = [wording for wording in (content, content.rpartition("</think>")[2].strip()) if wording]
-        if whole and headed and head != before and (not content or any(wording in through[len(head) :] for wording in wordings)):
+        there = whole and headed and (not content or any(wording in through[len(head) :] for wording in wordings))
+        # The header tells as much as a third rendering, which would take a seventh of all time.
+        if there and ((self._usual_header and head.rstrip().endswith(self._usual_header)) or head != before()):
             return len(head), len(through)
         # The template lacks a generation prompt, or renders this turn differently here: search the content.
         if messages[index].get("tool_calls") and through.startswith(head):
@@ -254,7 +260,7 @@ class Encoder:
         floor = _shared(text, head)
         places = [(text.rfind(each, floor, len(through)) if whole else text.find(each, floor), len(each)) for each in wordings]
         at, size = min((place for place in places if place[0] >= 0), default=(-1, 0))  # the first: a later turn may have the same content
-        if at >= 0 and (headed or text.startswith(before)):
+        if at >= 0 and (headed or text.startswith(before())):
             stop = at + size
             while at > floor and text[at - 1] == " ":  # a leading blank belongs to the first word's token
                 at -= 1
@@ -264,11 +270,23 @@ class Encoder:
 
     def _first_head(self, text: str, row: Row) -> str:
         """The text before the content of an assistant turn that opens the conversation: there is no earlier turn to render."""
-        opening = [{"role": "user", "content": "?"}]
-        bare, prompted = self._render(opening, row), self._render(opening, row, add_generation_prompt=True)
-        header = prompted[len(bare) :] if prompted.startswith(bare) else ""
+        header = self._header(row)
         at = text.find(header)
         return text[: at + len(header)] if header and at >= 0 else ""
+
+    def _header(self, row: Row) -> str:
+        """The generation prompt, as the template writes it behind a question."""
+        opening = [{"role": "user", "content": "?"}]
+        bare, prompted = self._render(opening, row), self._render(opening, row, add_generation_prompt=True)
+        return prompted[len(bare) :] if prompted.startswith(bare) else ""
+
+    @cached_property
+    def _usual_header(self) -> str:
+        """The same of a row without tools; empty where the template refuses a question alone."""
+        try:
+            return self._header(Row("", {})).strip()
+        except DataError:
+            return ""
 
     def _close(self, tokens: _Tokens, start: int, stop: int) -> tuple[int, int]:
         """Tokens [start, stop) of a turn, ended by its end-of-turn token: without the line break that templates put behind it; a turn

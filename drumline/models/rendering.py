@@ -63,7 +63,7 @@ def counted_text(text: str) -> str:
 def sized(value: Any) -> Any:
     """`value`, after counting its size. Raises TooMuch."""
     step()
-    size = _size(value, {})
+    size = len(value) if isinstance(value, str) else _size(value, {})
     _spent.made += size if size > MOST_WIDTH else 0
     if size > MOST_SIZE or _spent.made > MOST_MADE:
         raise TooMuch(f"it makes a value of more than {MOST_SIZE} characters")

@@ -16,7 +16,7 @@ from drumline.algorithms.base import Algorithm
 from drumline.core import heartbeat
 from drumline.core.plan import BatchPlan, Plan
 from drumline.core.resolve import total_samples
-from drumline.data.batches import First
+from drumline.data.batches import First, pinned
 from drumline.data.blocks import Blocks, Maker, hold
 from drumline.data.cache import TokenCache
 from drumline.data.make import Task
@@ -82,24 +82,52 @@ def open_blocks(plan: Plan, makes: bool, known: dict[str, Any]) -> Blocks:
     return Blocks(root, config.data.stream, maker, seed, falling=falling, known=known, margin=margin)
 
 
+class Copies:
+    """Micro-batches onto the device. On a GPU they come from page-locked memory, which the thread that collates fills, by a stream of their
+    own: the host is ahead of the device, so a copy runs beside the step before."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None
+
+    def pinned(self, collate: Callable[..., Any]) -> Callable[..., Any]:
+        return collate if self.stream is None else lambda *columns: collate(*columns).each(pinned)
+
+    def moved(self, micro_batches: list[Any]) -> list[Any]:
+        if self.stream is None:
+            return [batch.to(self.device) for batch in micro_batches]
+        with torch.cuda.stream(self.stream):
+            there = [batch.to(self.device) for batch in micro_batches]
+        user = torch.cuda.current_stream(self.device)
+        user.wait_stream(self.stream)
+
+        def lent(tensor: torch.Tensor) -> torch.Tensor:
+            """Its memory is the copying stream's, which must not take it back for a next batch while the step still reads."""
+            tensor.record_stream(user)
+            return tensor
+
+        return [batch.each(lent) for batch in there]
+
+
 def build_streams(
     plan: Plan, data_rank: int, position: int, device: str, makes: bool = True, known: dict[str, Any] | None = None
 ) -> Streams:
     """Training batches go on from `position`. `makes`: this rank makes the blocks of a stream; `known`: see `Blocks.state`."""
     config, data = plan.config, plan.data
     assert data is not None, "workers get plans of prepared data"
-    collator = config.algorithm.collator(plan, fixed_width(plan))
+    collator, copies = config.algorithm.collator(plan, fixed_width(plan)), Copies(device)
 
     def stream(
         cache: Any, order: Order, batch: BatchPlan, start: int, stop: int, prefetch: int, of: Literal["batch", "all"]
     ) -> BatchStream:
         previous = of if config.algorithm.pairs_with_previous else "none"
-        return BatchStream(cache, order, batch, data_rank, plan.mesh.data_ranks, start, stop, collator(cache), prefetch, previous)
+        return BatchStream(
+            cache, order, batch, data_rank, plan.mesh.data_ranks, start, stop, copies.pinned(collator(cache)), prefetch, previous
+        )
 
     def on_device(batches: BatchStream) -> Iterable[GlobalBatch]:
         with batches, closing(batches.cache) if isinstance(batches.cache, Blocks) else nullcontext():
             for batch in batches:
-                yield replace(batch, micro_batches=[b.to(device) for b in batch.micro_batches])
+                yield replace(batch, micro_batches=copies.moved(batch.micro_batches))
 
     def once(folder: str) -> Iterable[GlobalBatch]:
         cache, micro = open_samples(plan, folder), plan.batch.eval_micro_batch

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from drumline.checkpoint.staging import Staging
+from drumline.data.batches import TokenBatch
+from drumline.train.streams import Copies
 from tests.harness import drumline, events, losses, write_config
 from tests.strategies import DDPStrategy
 from tests.tiny import tiny_model_dir
@@ -37,6 +39,18 @@ def test_copies_for_the_background_are_pinned_and_take_no_more() -> None:
     assert staged["a"].is_pinned() and staging.bytes_ < 1001 * 33 * 4
     torch.testing.assert_close(staged, {name: tensor.cpu() for name, tensor in tensors.items()})
     staging.copy({"a": torch.ones(5, device="cuda")})
+
+
+def test_a_batch_is_copied_beside_a_step() -> None:
+    copies, ids = Copies("cuda"), torch.arange(2**20).reshape(64, -1)
+    batch = copies.pinned(lambda: TokenBatch(ids, ids + 1, ids % 7, 5))()
+    assert batch.targets_BT.is_pinned() and batch.lengths_B.is_pinned()
+    torch.cuda._sleep(2**30)  # about half a second of a kernel
+    (there,) = copies.moved([batch])
+    assert copies.stream is not None
+    copies.stream.synchronize()
+    assert not torch.cuda.current_stream().query(), "the step still runs, and the copy is done"
+    assert there.input_ids_BT.is_cuda and torch.equal((there.targets_BT - 1).cpu(), ids) and there.weight == 5
 
 
 def test_auto_is_bf16_with_a_known_peak(tmp_path: Path) -> None:
