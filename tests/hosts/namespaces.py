@@ -122,14 +122,15 @@ def ended(process: subprocess.Popen[str], timeout: float) -> tuple[int, str]:
 
 
 @contextmanager
-def hosts(folder: Path, names: Sequence[str]) -> Iterator[dict[str, Host]]:
-    """Hosts by these names, removed at the end with all that runs there. The test is skipped, with the reason, where there can be none."""
+def hosts(folder: Path, names: Sequence[str], env: Mapping[str, str] | None = None) -> Iterator[dict[str, Host]]:
+    """Hosts by these names, removed at the end with all that runs there; `env`: variables of who comes by ssh. The test is skipped, with
+    the reason, where there can be none."""
     if reason := missing():
         pytest.skip(reason)
     folder.mkdir(parents=True, exist_ok=True)
     tag, made = f"{os.getpid() % 10**5:05d}", dict[str, Host]()
     bridge, net = f"dl{tag}", f"10.{66 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
-    _make_keys(folder)
+    _make_keys(folder, {"OMP_NUM_THREADS": "1", **(env or {})})  # all hosts share these cores
     known = "".join(f"{net}.{number} {name}\n" for number, name in enumerate(names, 2))
     try:
         _ip("link", "add", bridge, "type", "bridge")
@@ -170,7 +171,7 @@ def _first_process(starter: int) -> int:
     raise AssertionError("unshare started nothing")
 
 
-def _make_keys(folder: Path) -> None:
+def _make_keys(folder: Path, env: Mapping[str, str]) -> None:
     for key in ("host_key", "id"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True, timeout=60)
     (folder / "authorized_keys").write_text((folder / "id.pub").read_text())
@@ -180,7 +181,8 @@ def _make_keys(folder: Path) -> None:
     (folder / "known_hosts").write_text(f"* {host_key}\n")
     (folder / "sshd_config").write_text(
         f"HostKey {folder}/host_key\nAuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nPasswordAuthentication no\n"
-        "PermitRootLogin yes\nUsePAM no\nPidFile none\nMaxStartups 100\nSetEnv OMP_NUM_THREADS=1\n"  # all hosts share these cores
+        "PermitRootLogin yes\nUsePAM no\nPidFile none\nMaxStartups 100\n"
+        f"SetEnv {' '.join(f'{name}={value}' for name, value in env.items())}\n"
     )
     (folder / "ssh_config").write_text(
         f"Host *\n  IdentityFile {folder}/id\n  IdentitiesOnly yes\n  UserKnownHostsFile {folder}/known_hosts\n"

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults.live import wait_for
-from tests.harness import events, losses, same_weights
+from tests.harness import ENV, events, losses, same_weights
 from tests.hosts.namespaces import Host, await_sshd, ended, hosts
 from tests.hosts.test_elastic import STEPS, TRAIN, alone, config, same_as_alone, without_ranks
 
 pytestmark = pytest.mark.full
+STORE = "http://d:5555"
+STORE_ENV = {"AWS_ENDPOINT_URL": STORE, "AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
 SLOW = "2"  # seconds of a step, for as long as hosts go and come
 GONE_SECONDS = 3 * 60.0  # that agents look for another launcher
 
 
 @pytest.fixture(scope="module")
 def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Host]]:
-    with hosts(tmp_path_factory.mktemp("net"), ["a", "b", "c", "d"]) as made:
+    with hosts(tmp_path_factory.mktemp("net"), ["a", "b", "c", "d"], STORE_ENV) as made:
         yield made
 
 
@@ -131,11 +138,30 @@ def apart(folder: Path, four: dict[str, Host]) -> dict[str, Path]:
     return {name: folder / name / "run" for name in four}
 
 
-def apart_config(folder: Path, ssh: Path, **launch: Any) -> Path:
-    path = config(folder, ssh, **launch)
+def apart_config(folder: Path, ssh: Path, keep: str = "replicas: 1") -> Path:
+    path = config(folder, ssh)
     text = path.read_text().replace(f"dir: {folder}/run", f"dir: {folder}/own/run")
-    path.write_text(text.replace("every: 3", "every: 3\n  replicas: 1").replace("export: none", "export: last"))
+    path.write_text(text.replace("every: 3", f"every: 3\n  {keep}").replace("export: none", "export: last"))
     return path
+
+
+@contextmanager
+def store(host: Host) -> Iterator[None]:
+    """One that speaks S3, on a host, with a bucket."""
+    process = host.start(sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", STORE.rpartition(":")[2])
+    make = f"import urllib.request as u; u.urlopen(u.Request('{STORE}/bucket', method='PUT'), timeout=10)"
+    try:
+        until = time.time() + 60
+        while time.time() < until:
+            with suppress(subprocess.CalledProcessError):
+                host.run(sys.executable, "-c", make)
+                break
+            time.sleep(0.2)
+        yield
+        assert process.poll() is None
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def unmount(folder: Path, found: list[Host]) -> None:
@@ -143,9 +169,15 @@ def unmount(folder: Path, found: list[Host]) -> None:
         host.run("umount", "-l", folder / "own")
 
 
-def test_without_a_shared_folder_a_majority_goes_on(four: dict[str, Host], tmp_path: Path) -> None:
-    path, runs = apart_config(tmp_path, four["a"].ssh_config), apart(tmp_path, four)
-    process = four["a"].start(*TRAIN, path)
+@pytest.mark.parametrize("keep", ["replicas: 1", "url: s3://bucket/one"])
+def test_without_a_shared_folder_a_majority_goes_on(four: dict[str, Host], tmp_path: Path, keep: str) -> None:
+    with nullcontext() if keep.startswith("replicas") else store(four["d"]):
+        a_majority_goes_on(four, tmp_path, keep)
+
+
+def a_majority_goes_on(four: dict[str, Host], tmp_path: Path, keep: str) -> None:
+    path, runs = apart_config(tmp_path, four["a"].ssh_config, keep), apart(tmp_path, four)
+    process = four["a"].start(*TRAIN, path, env=ENV | STORE_ENV)
     wait_for(runs["a"], "step", 5, process)
     four["a"].die()
     process.communicate(timeout=60)
@@ -161,6 +193,7 @@ def test_without_a_shared_folder_a_majority_goes_on(four: dict[str, Host], tmp_p
     finally:
         unmount(tmp_path, others)
     assert sum(len(events(each, "takeover")) for each in runs.values() if (each / "events.jsonl").exists()) == 1
+    path.write_text(path.read_text().replace(f"  {keep}\n", ""))
     reference = alone(path, tmp_path / "alone")
     assert {**losses(runs["a"]), **losses(run)} == pytest.approx(losses(reference), rel=1e-5)
     same_weights(run, reference, 1e-5)
