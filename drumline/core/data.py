@@ -348,6 +348,8 @@ class DataConfig(Section):
         if any(by_weight) and not all(by_weight):
             at = next(place for place, source in enumerate(self.train) if source.weight is None and source.repeats is None)
             raise ValueError(f"train[{at}] has no weight, and others have: give it one, or `repeats`")
+        if by_weight and all(source.weight == 0 for source in self.train):
+            raise ValueError("the weights of train sum to nothing; give one source a weight above 0")
         if any(by_weight) and self.temperature is not None:
             raise ValueError("temperature makes weights of sizes, and weights are set: keep one of them")
         if self.decontaminate and not self.eval:

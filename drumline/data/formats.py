@@ -45,6 +45,9 @@ PAIRS = (
     ("win", "lose"),
     ("accepted", "rejected"),
     ("preferred_output", "non_preferred_output"),
+    ("response_j", "response_k"),
+    ("response_w", "response_l"),
+    ("better", "worse"),
 )
 SIGN = ("below 0", "above 0")
 VERDICTS = (  # two answers, the column that names the better, what it says of each

@@ -188,6 +188,7 @@ def read(tmp_path: Path, row: dict[str, Any], forms: Forms = TEXT_FORMS, **sourc
             {"input": {"messages": [ASK], "tools": [TOOL]}, "preferred_output": [SAY], "non_preferred_output": [NO]},
             {"prompt": [ASK], "chosen": [SAY], "rejected": [NO], "tools": [TOOL]},
         ),
+        ("pair", PAIR_FORMS, {"question": "hi", "response_j": "a", "response_k": "b"}, {"prompt": "hi", "chosen": "a", "rejected": "b"}),
         (
             "transcript",
             PAIR_FORMS,

@@ -226,6 +226,7 @@ def test_a_curriculum_lies_in_the_cache(tmp_path: Path, tokenizer: str) -> None:
 REFUSED = {
     "weight and repeats": ({"train": [{"weight": 1, "repeats": 2}]}, "weight and repeats both say"),
     "weight of some": ({"train": [{"weight": 1}, {}]}, r"train\[1\] has no weight"),
+    "weights of nothing": ({"train": [{"weight": 0}, {"weight": 0}]}, "sum to nothing"),
     "temperature and weights": ({"train": [{"weight": 1}], "temperature": 2}, "keep one of them"),
     "held-out rows": ({"eval": [{"cap": 1}]}, "held-out rows are gone through once"),
     "nothing to compare with": ({"decontaminate": True}, "compares rows with those of `eval`"),
