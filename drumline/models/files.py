@@ -28,7 +28,7 @@ OnProgress = Callable[[str, int, int | None], None]
 PREFIX = "package:"
 HUB_TIMEOUT_SECONDS = 5.0
 # Part of a cached folder's name: raise it when a conversion gives other files than before.
-CONVERSION = 1
+CONVERSION = 2
 # JSON that transformers reads whole. The tokenizer's Rust library checks its own files (tokenizer.json, vocab.json).
 READ = ("*config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json", "*.index.json")
 # Keys for numbers of parts that are built one by one, or named.
@@ -167,6 +167,10 @@ def _read(source: Path) -> tuple[Any, Any]:
     except (ValueError, KeyError, NotImplementedError, RuntimeError) as error:
         what = f"transformers cannot read this GGUF file: {error}"
         raise ModelError(what, where=str(source), fix="name a model that it can read") from error
+    # transformers 5.17 takes the token that begins a turn for the end of text, too; the model's config has both right.
+    for token in ("bos", "eos", "pad"):
+        if (number := getattr(loaded.config, f"{token}_token_id")) is not None:
+            setattr(tokenizer, f"{token}_token", tokenizer.convert_ids_to_tokens(number))
     # transformers takes a model from GGUF for quantised and refuses to save it: the same weights, not copied, in a plain model.
     if hasattr(loaded.config, "quantization_config"):
         del loaded.config.quantization_config

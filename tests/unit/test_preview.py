@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoImageProcessor
 from rich.console import Console
 
 from drumline import cli
@@ -110,13 +111,17 @@ def test_other_forms(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[
         and "letter = '" in text
         and "prompt = '<|im_start|>user\\n" in text
     )
-    seeing = write_config(tmp_path, tiny_vision_dir(tmp_path / "vision"))
-    write_rows(tmp_path / "train.jsonl", vision_rows(tmp_path, 3))
-    assert "0-0.png: 4 tokens]⟩" in " ".join(shown(capsys, seeing, "--row", "1").split())
     own = write_config(tmp_path, model)
     (tmp_path / "own.py").write_text("import torch\ndef rows():\n    return [{'x': torch.zeros(3, 8), 'y': 1}] * 2\n")
     kinds = ["model={kind: python, path: 'own.py:build'}", "algorithm={kind: python, path: 'own.py:loss'}", "data.eval=[]"]
     assert "{x: float32[3, 8], y: 1}" in shown(capsys, own, *kinds, "data.train=[{kind: python, path: 'own.py:rows'}]")
+
+
+@pytest.mark.skipif(hasattr(AutoImageProcessor, "_backends"), reason="this transformers reads images with torchvision alone")
+def test_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seeing = write_config(tmp_path, tiny_vision_dir(tmp_path / "vision"))
+    write_rows(tmp_path / "train.jsonl", vision_rows(tmp_path, 3))
+    assert "0-0.png: 4 tokens]⟩" in " ".join(shown(capsys, seeing, "--row", "1").split())
 
 
 def test_rows_that_cannot_be_used_come_after_the_rest(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
