@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoImageProcessor
 from rich.console import Console
+from transformers import AutoImageProcessor
 
 from drumline import cli
 from drumline.core.load import load
