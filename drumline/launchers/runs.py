@@ -103,6 +103,8 @@ def print_logs(run: Path, rank: int | None) -> None:
         with path.open(errors="replace") as file:
             for line in file:
                 print(f"{label}{redact(line.rstrip())}")
+    if not any(path.stat().st_size for path in found):
+        print("nothing was printed" + (" by any rank" if rank is None else f" by rank {rank}"), file=sys.stderr)
 
 
 def _order(path: Path) -> tuple[int, bool]:
