@@ -21,10 +21,13 @@ def stages(run_dir: Path) -> list[dict[str, Any]]:
     holder = lease.holder(run_dir)
     if holder is None or holder.alive is not True or holder.host != socket.gethostname():
         return []
+    boards = list[tuple[float, Path]]()
     for link in Path(f"/proc/{holder.pid}/fd").glob("*"):
-        with suppress(OSError, ValueError):  # gone by now, another user's, or empty
+        with suppress(OSError):  # gone by now, or another user's
             if "/drumline-" in (target := str(link.readlink())) and target.removesuffix(" (deleted)").endswith("/board"):
-                return _read(link)
+                boards.append((link.stat().st_ctime, link))
+    with suppress(OSError, ValueError):  # gone by now, or empty
+        return _read(max(boards)[1])  # the newest: an attempt before may have left one
     return []
 
 
