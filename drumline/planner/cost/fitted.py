@@ -25,8 +25,10 @@ FRAGMENTS, FRAGMENTS_GATHERED = 0.028, 0.219
 # The power in which device and host add up, which wait for each other in turn: a choice.
 TILES, BLEND = 27.0, 3.0
 
-# What the loop's Python takes on a processor, for a step and for a micro-batch, in blocks that it starts (compute.STARTS).
-LOOP = (0.0, 0.0)
+# On a CPU, fitted to runs of benchmarks/planner_runs.py: what the loop, the embedding, the head and autograd take besides, for a step and
+# for a micro-batch, in blocks that are started (compute.STARTS). And seconds that a collective waits besides: the ranks' own threads, gloo's
+# and autograd's share the cores, so no two ranks come to it at once.
+LOOP, WAIT = (6.5, 10.6), 4e-3
 
 # Ends of measured / predicted, of memory and of seconds: where nine of ten rows of a group lay that the constants had not seen, of fewer
 # than ten all, and at least as far as those of all groups; never without 1. Of what is cut by tensor, context or pipeline parallelism there

@@ -103,6 +103,7 @@ def _exposed(layout: Layout, cluster: Cluster, flows: list[Flow], hidden: dict[s
     for flow in flows:
         together = max(1, min(flow.ranks, cluster.per_node // strides.get(flow.axis, mesh.world_size // mesh.pp)))
         each = cluster.collective_seconds(flow.kind, flow.bytes_ / flow.calls, flow.ranks, together)
+        each += fitted.WAIT * (layout.device == "cpu" and flow.ranks > 1)
         alone = flow.calls if flow.beside == "nothing" else 0.0 if flow.beside == "steps" else min(1.0, flow.calls)
         exposed += alone * each
         if flow.beside != "nothing":
