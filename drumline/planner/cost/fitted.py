@@ -26,8 +26,8 @@ FRAGMENTS, FRAGMENTS_GATHERED = 0.028, 0.219
 TILES, BLEND = 27.0, 3.0
 
 # On a CPU, fitted to runs of benchmarks/planner_runs.py: what the loop, the embedding, the head and autograd take besides, for a step and
-# for a micro-batch, in blocks that are started (compute.STARTS). And seconds that a collective waits besides: the ranks' own threads, gloo's
-# and autograd's share the cores, so no two ranks come to it at once.
+# for a micro-batch, in blocks that are started (compute.STARTS). And seconds that a collective waits besides: the threads of ranks, gloo
+# and autograd share the cores, so no two ranks come to it at once.
 LOOP, WAIT = (6.5, 10.6), 4e-3
 
 # Ends of measured / predicted, of memory and of seconds: where nine of ten rows of a group lay that the constants had not seen, of fewer
