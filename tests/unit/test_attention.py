@@ -189,6 +189,7 @@ def test_a_recomputed_block_attends_to_its_own_batch() -> None:
         torch.testing.assert_close(parameter.grad, wanted[name], msg=name)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_do_the_same() -> None:
     model, batch = build("llama"), batch_of((3, 7, 5))
     attend_by_documents(model, layout())

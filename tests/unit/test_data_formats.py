@@ -345,6 +345,7 @@ def test_the_format_is_said(tmp_path: Path) -> None:
     assert data.notes == ("train.jsonl: read as sharegpt",) and data.train_samples == 1, "once, of both caches"
 
 
+@pytest.mark.slow
 def test_a_path_is_enough(tmp_path: Path) -> None:
     """An Alpaca file, a ShareGPT file and a folder of Parquet, each by one line of YAML."""
     from datasets import Dataset

@@ -94,6 +94,7 @@ def test_glob_is_sorted_and_limit_counts_over_files(tmp_path: Path) -> None:
     assert [row.values["text"] for row in found] == ["a1", "a2", "b1"]
 
 
+@pytest.mark.slow
 def test_tasks_are_dealt_evenly_and_keep_their_name(tmp_path: Path) -> None:
     source = {"kind": "tasks", "tasks": {"basic_arithmetic": {"max_digits": 1}, "leg_counting": {}}, "size": 5, "seed": 3}
     found = rows(tmp_path, **source)

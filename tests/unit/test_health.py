@@ -31,6 +31,8 @@ from drumline.train.loop import Loop
 from tests.fake_engine import FakeEngine
 from tests.unit.test_loop import batch, loop, of
 
+pytestmark = pytest.mark.slow
+
 POISON, STEPS = 30, 40  # batches
 GRPO = {"kind": "grpo", "rewards": [{"kind": "length", "free": 4, "limit": 8}]}
 

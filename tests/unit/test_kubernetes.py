@@ -24,6 +24,8 @@ from drumline.launchers.kubernetes.manifest import checked
 from drumline.launchers.kubernetes.submit import submission_of
 from drumline.train.command import launch_ranks, train
 
+pytestmark = pytest.mark.slow
+
 LAUNCH: dict[str, Any] = {
     "kind": "kubernetes",
     "image": "registry.example/drumline:1",

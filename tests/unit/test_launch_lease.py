@@ -20,6 +20,8 @@ from drumline.errors import EnvironmentFault
 from drumline.launchers import lease
 from drumline.launchers.lease import NAME, Lease, has_lease
 
+pytestmark = pytest.mark.slow
+
 HOLD = "import sys, time; from pathlib import Path; from drumline.launchers.lease import Lease\n"
 HOLD += "with Lease(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(600)"
 

@@ -83,6 +83,7 @@ def test_spare_hosts() -> None:
     assert replace(made, hosts_lost=0.0).spares == 0 and replace(made, hosts_lost=0.02, repair_hours=0.1).spares == 0
 
 
+@pytest.mark.slow
 def test_plan_says_what_faults_cost(run: Run) -> None:
     code, out, _ = run("plan", *PLAN, "--mtbf-hours", 50000, "--price", 2, "--tokens", "1e12", columns=80)
     assert code == 0 and "checkpoint.every=" in out and "100,000" in out and max(map(len, out.splitlines())) <= 120, out

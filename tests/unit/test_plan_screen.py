@@ -44,6 +44,7 @@ def test_top(run: Run) -> None:
         assert re.search(r"^\d+ more(: --top \d+$|, memory)", out, re.M)
 
 
+@pytest.mark.slow
 def test_what_one_asks_next_stands_on_a_screen(run: Run, tmp_path: Path) -> None:
     """Full, LoRA and QLoRA with their cost and longest row, the best plans and the YAML, in 80 columns and 48 lines; the same whichever of
     the three is planned for."""

@@ -22,6 +22,8 @@ from tests.tiny import tiny_model_dir
 from tests.unit.test_adapters import adapted, move, run_of
 from tests.unit.test_models_export import save_steps, write_plan
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "hf_" + "secret" * 5
 
 

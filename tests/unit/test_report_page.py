@@ -18,6 +18,8 @@ from drumline.report.facts import RunFacts, differences, short_names
 from tests.harness import ROOT
 from tests.unit.report_runs import HOSTILE, start, step, write_run
 
+pytestmark = pytest.mark.slow
+
 
 def figures(text: str) -> list[dict]:
     return json.loads(re.search(r'id="values">(.*?)</script>', text)[1])["charts"]

@@ -61,6 +61,7 @@ def test_states(tmp_path: Path) -> None:
     assert [each.state for each in runs.states(tmp_path / "now")] == ["preempted"], "of one run"
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_reaches_the_holder_alone(tmp_path: Path) -> None:
     with LauncherSignals() as signals, Lease(tmp_path) as held:
         lease.request_stop(tmp_path, "of an earlier one")

@@ -22,6 +22,8 @@ from drumline.report.watch import MOST_BROWSERS, Server, beside, serving, watch
 from drumline.telemetry.events import EventLog, Fault
 from tests.unit.report_runs import HOSTILE, start, step, write_run
 
+pytestmark = pytest.mark.slow
+
 
 def nothing(run_dir: Path) -> list:
     return []

@@ -56,6 +56,7 @@ def left(run: Path) -> list[Path]:
     return list(Path("/dev/shm").glob(f"drumline-{run.name}-{os.getpid()}-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="heartbeats lie in /dev/shm")
 def test_ranks_of_another_launcher_are_watched(tmp_path: Path) -> None:
     """The culprit is named with who waits and its stack, in the run folder too; the ranks are killed, and nothing is left."""
