@@ -67,7 +67,7 @@ def bench(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that override the YAML.")] = None,
     nproc: Annotated[str, typer.Option(metavar="1,2,4", help="Processes of each host.")] = "1,2",
     strategies: Annotated[str, typer.Option(metavar="LIST", help="Such as `ddp,fsdp2 tp=2`. Default: the config's own.")] = "",
-    nodes: Annotated[str, typer.Option(metavar="1,2", help="Hosts, where launch.kind is of several (experimental).")] = "",
+    nodes: Annotated[str, typer.Option(metavar="1,2", help="Hosts, where launch.kind is ssh, slurm or ray. Default: all.")] = "",
     steps: Annotated[int, typer.Option(min=1, max=10**6, help="Counted steps of a round, after the first few.")] = 20,
     rounds: Annotated[int, typer.Option(min=1, max=1000, help="Each case is measured once a round, in turn.")] = 3,
     weak: Annotated[bool, typer.Option("--weak", help="Weak scaling: the global batch grows with the processes.")] = False,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -44,8 +45,13 @@ def claim(folder: Path, mark: str, thing: str) -> bool:
 
 
 def show(console: Console, title: str, rows: Rows, left: Sequence[str]) -> None:
-    """Print a table; the columns in `left` are texts."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    """Print a table; the columns in `left` are texts. One that is too wide has the last word of each number on a line of its own: a column
+    that is folded cuts numbers in two."""
+    if wide := sum(max(map(cell_len, column)) + 2 for column in zip(*rows, strict=True)) > console.width:
+        numbers = [name not in left for name in rows[0]]
+        rows = [["\n".join(cell.rsplit(" ", 1)) if number else cell for number, cell in zip(numbers, row, strict=True)] for row in rows]
+    padding = (0, 0 if wide else 1, 0, 0)
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=padding, pad_edge=False)
     for name in rows[0]:
         table.add_column(Text(name), justify="left" if name in left else "right", overflow="fold")
     for row in rows[1:]:
@@ -61,9 +67,9 @@ def markdown(rows: Rows) -> str:
 
 def write_pages(
     folder: Path, name: str, title: str, tables: Sequence[tuple[str, Rows]], lines: Sequence[str], draw: Callable[[Any], None]
-) -> None:
-    """NAME.md, NAME.html and NAME.png in `folder`. `tables`: heading and rows; `lines`: what is said below them; `draw` gets a matplotlib
-    Figure. Without matplotlib there is no figure, and a note says so."""
+) -> str:
+    """NAME.md, NAME.html and NAME.png in `folder`; returns their names. `tables`: heading and rows; `lines`: lines below them; `draw`
+    gets a matplotlib Figure. Without matplotlib there is no figure, and a note says so."""
     parts = [f"# {title}", *(f"## {head}\n\n{markdown(rows)}" if head else markdown(rows) for head, rows in tables)]
     bullets = "\n".join(f"- {' '.join(line.split())}" for line in lines)
     png = _png(draw)
@@ -82,6 +88,7 @@ def write_pages(
     body += [f'<img alt="{html.escape(title)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'] if png else []
     head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
     write_whole(folder / f"{name}.html", head + "\n".join(body) + "</html>\n")
+    return ", ".join(f"{name}.{end}" for end in ("md", "html", *(["png"] if png else [])))
 
 
 def _png(draw: Callable[[Any], None]) -> bytes | None:

@@ -36,7 +36,7 @@ MARK = "bench.json"
 
 @dataclass(frozen=True)
 class Case:
-    """`strategy`: as on the command line; empty: the config's own. `nodes`: hosts; None: as in the config."""
+    """`strategy`: as on the command line; empty: the config's own. `nodes`: hosts; None: this one."""
 
     strategy: str
     nproc: int
@@ -105,10 +105,12 @@ def bench(config: Path, overrides: list[str], options: Options) -> int:
     UserError for a config that cannot be loaded and a folder that holds something else."""
     read_config = reader(config)
     loaded, console = read_config(overrides), Console(highlight=False)
-    if options.nodes and loaded.config.launch.kind == "local":
+    launcher = loaded.config.launch
+    if options.nodes and not launcher.number_of_hosts:
         fix = "set launch: {kind: ssh, hosts: […]} or slurm in the YAML, or ask the planner: --predict 2x8xh100-80g"
-        raise UserError("launch.kind local has this host alone", where="--nodes", fix=fix)
-    shapes = [(nproc, nodes) for nodes in options.nodes or (None,) for nproc in options.nproc]
+        raise UserError(f"launch.kind {launcher.kind} starts ranks on this host alone", where="--nodes", fix=fix)
+    hosts = {nodes: launcher.on_hosts(nodes) for nodes in options.nodes or (launcher.number_of_hosts,) if nodes}
+    shapes = [(nproc, nodes) for nodes in hosts or (None,) for nproc in options.nproc]
     cases = [Case(strategy, *shape) for strategy in options.strategies or ("",) for shape in shapes]
     spelling = {strategy: [spell(strategy)] if strategy else [] for strategy in options.strategies or ("",)}
     for given in spelling.values():
@@ -128,7 +130,8 @@ def bench(config: Path, overrides: list[str], options: Options) -> int:
                 if row.reason or code:
                     continue
                 total = samples * row.case.world // least if options.weak else samples
-                given = [*overrides, *spelling[row.case.strategy], *_short(loaded.config, row.case, total, options.steps)]
+                short = _short(loaded.config, row.case, total, options.steps)
+                given = [*overrides, *spelling[row.case.strategy], *short, *hosts.get(row.case.nodes or 0, [])]
                 code = _measure(row, read_config, given, folder / f"{row.case.name}-round{number + 1}", on_progress)
             on_progress(f"round {number + 1}", len(rows), len(rows))
     predictions = [_predict(config, overrides, cluster, samples / least if options.weak else 0) for cluster in options.predict]
@@ -151,7 +154,6 @@ def _short(config: Config, case: Case, samples: int, steps: int) -> list[str]:
         "report.html=false",
         "launch.max_restarts=0",
         f"launch.nproc={case.nproc}",
-        *([f"launch.nodes={case.nodes}"] if case.nodes else []),
     ]
 
 
@@ -241,8 +243,9 @@ def _predict(config: Path, overrides: list[str], cluster: str, grows: float) -> 
 # ---------------------------------------------------------------------------------------------------------------- to look at
 
 
-def _table(rows: Sequence[Row], nodes: bool) -> Rows:
+def _table(rows: Sequence[Row]) -> Rows:
     """The measured rows under their head."""
+    nodes = any(row.case.nodes for row in rows)
     out = [["strategy", "nodes × n" if nodes else "n", "samples/s", "tokens/s", "speed-up", "eff.", "memory", "comm.", "predicted"]]
     for row in rows:
         base, tokens, memory = _base(rows, row), row.spread("tokens_per_s"), row.spread("memory")
@@ -304,7 +307,7 @@ def _show(
 ) -> None:
     kind = "weak scaling, the batch grows with n" if options.weak else "strong scaling, one global batch"
     title = f"{config.name}: {kind}"
-    tables = [("", _table(rows, bool(options.nodes)))]
+    tables = [("", _table(rows))]
     lines = [f"{row.strategy or row.case.strategy or 'config'} on {row.case.world}: {row.reason}" for row in rows if row.reason]
     lines.append(
         f"Medians over rounds ({options.rounds}) of {options.steps} steps, each case once a round (least–most); speed-up and eff. against"
@@ -327,8 +330,8 @@ def _show(
         "predicted": [asdict(each) for each in predictions],
     }
     write_whole(folder / MARK, json.dumps(as_json, indent=1) + "\n")
-    write_pages(folder, "bench", title, tables, lines, lambda figure: _draw(figure, rows))
-    console.print(f"written to {folder}: bench.md, bench.html, bench.json", markup=False, soft_wrap=True)
+    written = write_pages(folder, "bench", title, tables, lines, lambda figure: _draw(figure, rows))
+    console.print(f"written to {folder}: {written}, {MARK}", markup=False, soft_wrap=True)
 
 
 def _draw(figure: Any, rows: Sequence[Row]) -> None:

@@ -211,8 +211,8 @@ def show(made: Sweep, outcomes: Sequence[Outcome], console: Console) -> None:
         first = min(best.outcomes, key=lambda each: (each.value is None, each.value if options.mode == "min" else -(each.value or 0)))
         console.print(f"best: {' '.join(overrides_of(best.point)) or 'the config'} in {first.trial.folder}", markup=False, soft_wrap=True)
     write_whole(made.folder / "results.json", json.dumps([_as_json(each) for each in outcomes], indent=1))
-    write_pages(made.folder, "sweep", f"Sweep of {title}", [("", rows)], failed, lambda figure: draw(figure, made, groups))
-    console.print(f"written to {made.folder}: sweep.md, sweep.html, results.json", markup=False, soft_wrap=True)
+    written = write_pages(made.folder, "sweep", f"Sweep of {title}", [("", rows)], failed, lambda figure: draw(figure, made, groups))
+    console.print(f"written to {made.folder}: {written}, results.json", markup=False, soft_wrap=True)
 
 
 def _as_json(each: Outcome) -> dict[str, Any]:

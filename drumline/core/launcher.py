@@ -94,6 +94,15 @@ class LauncherSpec(Spec):
         """How many ranks each host has; nothing where all are on this one, or another program knows."""
         return ()
 
+    @property
+    def number_of_hosts(self) -> int:
+        """How many hosts a run has that starts from here; 0 where that is not set by a number or a list."""
+        return 0
+
+    def on_hosts(self, number: int) -> list[str]:
+        """Overrides by which a run takes so many hosts with `nproc` ranks each, for `drumline bench`. Raises UserError."""
+        return [f"launch.nodes={number}"]
+
     def reach(self) -> Mapping[str, Reached]:
         """The hosts of a run by name, for `drumline doctor`; nothing: this one alone. Raises EnvironmentFault for one that is not there."""
         return {}

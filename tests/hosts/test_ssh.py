@@ -86,6 +86,18 @@ def test_same_losses_as_two_ranks_of_one_machine(two: dict[str, Host], ssh: Path
     assert not left(two, tmp_path / "run")
 
 
+def test_bench_runs_on_one_host_and_on_two(two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path) -> None:
+    """The batch grows with the hosts, and `--nproc` counts, not the devices that the YAML gives a host."""
+    path = config(tmp_path, model, ssh, {"hosts": ["a:2", "b:2"]}, batch={"global_samples": 2})
+    line = ("bench", path, "--nodes", "1,2", "--nproc", "1", "--weak", "--rounds", "1", "--steps", "2", "--to", tmp_path / "bench")
+    code, out = ended(two["a"].start(sys.executable, "-m", "drumline", *line), 280)
+    rows = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
+    assert code == 0 and [len(row["rounds"]) for row in rows] == [1, 1], out
+    plans = [json.loads((tmp_path / "bench" / f"config-{nodes}x1-round1" / "plan.json").read_text()) for nodes in (1, 2)]
+    assert [(plan["batch"]["global_samples"], plan["config"]["launch"]["hosts"]) for plan in plans] == [(2, ["a"]), (4, ["a", "b"])]
+    assert not left(two, tmp_path / "bench")
+
+
 def test_the_doctor_looks_at_both_hosts(two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path) -> None:
     path = config(tmp_path, model, ssh)
     _, out = ended(two["a"].start(sys.executable, "-m", "drumline", "doctor", path, "--bandwidth", "--json"), 280)

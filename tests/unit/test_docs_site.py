@@ -27,10 +27,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy.mkdir()
     for name in ("examples", "benchmarks", "tests"):
         (copy / name).symlink_to(ROOT / name)
-    shutil.copytree(ROOT / "docs", copy / "docs")
-    for name in ("zensical.toml", "scripts/docs_site.py"):
-        (copy / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(ROOT / name, copy / name)
+    for name in ("docs", "scripts"):
+        shutil.copytree(ROOT / name, copy / name)
+    shutil.copyfile(ROOT / "zensical.toml", copy / "zensical.toml")
     command = [sys.executable, str(copy / "scripts" / "docs_site.py")]
     done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -41,6 +40,13 @@ def test_every_page_is_there_and_in_the_menu(site: Path) -> None:
     menu = (ROOT / "zensical.toml").read_text()
     for page in (ROOT / "docs").glob("*.md"):
         assert (site / page.name).with_suffix(".html").exists() and f'"{page.name}"' in menu, f"{page.name} is not in zensical.toml"
+
+
+def test_a_page_has_labels_in_its_language(site: Path) -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        language, label = ("zh", "查找") if page.stem.endswith(".zh") else ("en", "Search")
+        text = (site / page.name).with_suffix(".html").read_text()
+        assert f'<html lang="{language}"' in text and re.search(rf'class="md-search__button">\s*{label}\s*<', text), page.name
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:

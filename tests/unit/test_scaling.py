@@ -23,7 +23,9 @@ def step(number: int, **values: Any) -> Step:
 def rows() -> list[Row]:
     one = Row(Case("ddp", 1), [Round(10, 100, 1.0, None, 2**20), Round(8, 80, 1.2, None, 2**20)], "ddp", (9.0, 4.5, 18.0))
     two = Row(Case("ddp", 2), [Round(18, 180, 0.5, 0.25, 2**21), Round(16, 160, 0.6, 0.35, 2**21)], "ddp")
-    return [one, two, Row(Case("<b>tp", 2), reason="<script>alert(1)</script> | refused")]
+    three = Row(Case("zero2", 1), [Round(rate, 100, 1.0, 0.2, 10**6) for rate in (10, 100)], "zero2")
+    four = Row(Case("zero2", 2), [Round(rate, 100, 1.0, 0.2, 10**6) for rate in (7.56, 101)], "zero2")
+    return [one, two, Row(Case("<b>tp", 2), reason="<script>alert(1)</script> | refused"), three, four]
 
 
 def test_the_first_steps_do_not_count() -> None:
@@ -42,9 +44,11 @@ def test_speed_up_is_of_the_same_round(tmp_path: Path, capsys: pytest.CaptureFix
     made = rows()
     assert _base(made, made[1]) is made[0] and made[1].speed_up(made[0]) == (1.9, 1.8, 2.0)
     predictions = [Prediction("2x8xh100-80g", 16, "fsdp2", (100.0, 80.0, 130.0), 4096.0, 2**30), Prediction("9xnothing", reason="no such")]
+    predictions.append(Prediction("2x8xh100-80g", 16, "fsdp2 2 × tp 8", (8555, 5484, 8555), 1_792_550, 2**29))
     _show(Path("mine.yaml"), made, predictions, Options((1, 2)), tmp_path, [0.5, 1.5], Console(width=80))
     out, page = capsys.readouterr().out, (tmp_path / "bench.html").read_text()
     assert all(len(line) <= 80 for line in out.splitlines() if str(tmp_path) not in line), out
+    assert all(figure in out for figure in ("(0.756–1.01)", "(5,484–8,555)", "bench.md, bench.html, bench.png, bench.json")), "in one piece"
     text = (tmp_path / "bench.md").read_text()
     for shown in ("1.9 (1.8–2)", "95%", "30%", "4.5–18", "Predicted, not measured", "100 (80–130)", "Load before each round: 0.5, 1.5"):
         assert shown in text and shown in page, shown
@@ -59,8 +63,10 @@ def test_cells_stay_cells() -> None:
 
 def test_what_is_wrong_is_a_line(tmp_path: Path) -> None:
     config = write_config(tmp_path, tmp_path / "model")
-    with pytest.raises(UserError, match="this host alone"):
+    with pytest.raises(UserError, match=r"launch\.kind local starts ranks on this host alone"):
         bench(config, [], Options((1,), nodes=(2,)))
+    with pytest.raises(UserError, match=r"3 given, launch\.hosts has 2"):
+        bench(config, ['launch={kind: ssh, hosts: [a, "b:8"]}'], Options((1,), nodes=(1, 3)))
     with pytest.raises(UserError, match="unknown key 'stepz'"):
         bench(config, ["run.stepz=1"], Options((1,)))
     with pytest.raises(UserError, match="is no strategy"):

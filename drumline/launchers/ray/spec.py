@@ -45,6 +45,10 @@ class RayLauncher(HostsLauncher):
         """What each actor takes of its node."""
         return {"CPU": self.cpus, **({"GPU": float(self.gpus)} if self.gpus else {}), **self.resources}
 
+    @property
+    def number_of_hosts(self) -> int:
+        return self.nodes
+
     def host_ranks(self) -> tuple[int, ...]:
         return (self.nproc or max(1, self.gpus),) * self.nodes
 

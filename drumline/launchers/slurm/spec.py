@@ -100,6 +100,10 @@ class SlurmLauncher(LauncherSpec):
     def ranks_of_node(self) -> int:
         return self.nproc or self.gpus_of_node or 1
 
+    @property
+    def number_of_hosts(self) -> int:
+        return self.nodes
+
     def host_ranks(self) -> tuple[int, ...]:
         return (self.ranks_of_node,) * self.nodes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from drumline.core.launcher import Reached, Replans
 from drumline.core.plan import Plan
 from drumline.core.section import PathText, Section
+from drumline.errors import UserError
 from drumline.launchers.hosts.spec import HostsLauncher
 
 if TYPE_CHECKING:
@@ -73,6 +75,15 @@ class SSHLauncher(HostsLauncher):
     def places(self) -> list[str]:
         """What ssh calls each host."""
         return [_place(host) for host in self.hosts]
+
+    @property
+    def number_of_hosts(self) -> int:
+        return len(self.hosts)
+
+    def on_hosts(self, number: int) -> list[str]:
+        if number > len(self.hosts):
+            raise UserError(f"{number} given, launch.hosts has {len(self.hosts)}", where="--nodes", fix="write more hosts, or take fewer")
+        return ["launch.nodes=null", f"launch.hosts={json.dumps(self.places[:number])}"]
 
     def count(self, host: str, devices: int) -> int:
         """Ranks of one of `hosts`, which has so many GPUs."""
