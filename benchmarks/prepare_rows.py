@@ -63,7 +63,7 @@ def tool(name: str, base: Path, rows: Path, workers: int, extra: dict[str, Any])
     """One tool in this process: seconds and memory, without its imports."""
     from drumline.core.config import Config
     from drumline.data.prepare import cached, prepare
-    from drumline.models.load import load_tokenizer
+    from drumline.models.tokenizer import load_tokenizer
 
     data = {"train": [{"kind": "file", "path": str(rows)}], "max_length": LENGTH, "workers": workers, "cache_dir": str(base / "cache")}
     config = Config.model_validate({"algorithm": "sft", "model": {}, "data": data | extra})

@@ -9,7 +9,8 @@ from drumline.core.plan import Plan
 from drumline.data.batches import collate, collate_pairs, collate_texts
 from drumline.data.cache import TokenCache
 from drumline.data.images import collate_images, collate_vision
-from drumline.models.load import load_config, load_tokenizer, pad_token_id
+from drumline.models.load import load_config
+from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import load_processor, side_of, vision_of
 
 Collator = Callable[[TokenCache], Callable[[list[int]], Any]]  # token cache → ids of samples (-1: a filler) → micro-batch

@@ -18,7 +18,6 @@ from drumline.data.files import as_json
 from drumline.data.sources import Row, holds_images
 from drumline.data.templates import Encoded, Encoder, Example, Messages, Policy, as_messages, truncate
 from drumline.errors import ConfigError, DataError
-from drumline.models.vision import read_image
 
 Text = str | Messages
 SIDES = ("chosen", "rejected")
@@ -221,6 +220,8 @@ class LabelledImages:
         self.labels = labels
 
     def encode(self, row: Row) -> Encoded | None:
+        from drumline.models.vision import read_image  # with torch
+
         path = str((row.folder / Path(row.values["image"]).expanduser()).absolute())
         read_image(path, row.origin)
         return Encoded([_unlearned([0])], {"label": label_of(row, self.labels), "origin": row.origin, "path": path})

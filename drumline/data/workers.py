@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,7 +31,9 @@ from drumline.data.stage import ROW, Chunk
 from drumline.data.templates import Encoded
 from drumline.errors import DataError, EnvironmentFault
 from drumline.hardware.detect import usable_cores
-from drumline.models.vision import Vision
+
+if TYPE_CHECKING:  # it imports torch, which other processes do without
+    from drumline.models.vision import Vision
 
 # Fewer rows are tokenised in this process: starting others (3 s each, to import transformers) takes longer.
 IN_LINE_ROWS = 2000
@@ -56,7 +58,7 @@ class Job:
         """The tokenizer; None for images alone."""
         if self.algorithm.head == "image":
             return None
-        from drumline.models.load import load_tokenizer
+        from drumline.models.tokenizer import load_tokenizer
 
         return load_tokenizer(self.tokenizer_path, self.model)
 

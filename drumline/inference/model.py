@@ -31,9 +31,10 @@ from drumline.models.adapters import read_over
 from drumline.models.build import build_model
 from drumline.models.classes import auto_class
 from drumline.models.export import PROVENANCE, read_checkpoint, read_run
-from drumline.models.files import quiet, resolve
-from drumline.models.load import from_hub, hub_options, load_config, load_tokenizer
+from drumline.models.files import from_hub, hub_options, quiet, resolve
+from drumline.models.load import load_config
 from drumline.models.own import read_module
+from drumline.models.tokenizer import load_tokenizer
 from drumline.report.bars import OnProgress, aside, bars
 from drumline.rl.generate import Completion, HFGenerator, Request, end_tokens
 from drumline.train.run import Run

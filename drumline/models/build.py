@@ -12,8 +12,8 @@ from drumline.core.model import Head, ModelConfig
 from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
 from drumline.models.classes import LM, auto_class, with_classes
-from drumline.models.files import quiet
-from drumline.models.load import from_hub, hub_options, load_config, on_meta
+from drumline.models.files import from_hub, hub_options, quiet
+from drumline.models.load import load_config, on_meta
 from drumline.models.scores import extra_heads, with_head
 from drumline.models.shards import Drawn, Loaded, Source, Values, Whole, aliases, from_files
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.model import ModelConfig
-from drumline.models.files import OnProgress
-from drumline.models.load import from_hub
+from drumline.models.files import OnProgress, from_hub
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 LEFT_OUT = ("*/*", "consolidated*")  # what transformers does not read

@@ -29,13 +29,14 @@ from drumline.hardware.detect import free_bytes
 from drumline.models import adapters
 from drumline.models.build import build_model
 from drumline.models.classes import LM, auto_class, is_vision_language, reads_images
-from drumline.models.files import OnProgress, beside, quiet, tokenizer_folder
+from drumline.models.files import OnProgress, beside, find_file, quiet, tokenizer_folder
 from drumline.models.freeze import freeze
-from drumline.models.load import find_file, load_config, load_tokenizer, pad_token_id
+from drumline.models.load import load_config
 from drumline.models.scores import VALUE, grey_image
 from drumline.models.shards import canonical_tensors
 from drumline.models.small import probe
 from drumline.models.templates import end_ids
+from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import PROCESSOR_FILES, load_processor
 
 Which = Literal["last", "best"] | int

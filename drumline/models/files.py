@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 from safetensors import SafetensorError
@@ -20,10 +20,12 @@ from safetensors import SafetensorError
 from drumline.core import mirror
 from drumline.core.files import give_name, temporary_folder
 from drumline.core.model import ModelConfig
-from drumline.errors import EnvironmentFault, ModelError
+from drumline.errors import DrumlineError, EnvironmentFault, ModelError
 from drumline.foreign import first_line, read_object
 from drumline.hardware.detect import cache_dir
+from drumline.models.classes import AUTO
 
+T = TypeVar("T")
 OnProgress = Callable[[str, int, int | None], None]
 PREFIX = "package:"
 HUB_TIMEOUT_SECONDS = 5.0
@@ -252,3 +254,41 @@ def check_counts(values: Any, where: str) -> None:
             raise ModelError(f"{key} is {str(value)[:40]}, a whole number from 1 on is wanted", where=where, fix=fix)
         elif isinstance(value, int | float) and COUNTS.fullmatch(key) and value > MOST_PARTS:
             raise ModelError(f"{key} is {value:g}: no model has more than {MOST_PARTS}", where=where, fix=fix)
+
+
+def hub_options(path: str, model: ModelConfig) -> dict[str, Any]:
+    local = Path(path).is_dir()
+    return {"trust_remote_code": model.trust_remote_code, "local_files_only": local} | ({} if local else {"revision": model.revision})
+
+
+def find_file(path: str, name: str, model: ModelConfig, **options: Any) -> Path | None:
+    """The local path of a file of a model (a folder or hub id); None if it has no such file."""
+    from drumline.vendor.transformers import cached_file
+
+    options |= {key: value for key, value in hub_options(path, model).items() if key != "trust_remote_code"}
+    found = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **options)
+    return None if found is None else Path(found)
+
+
+def from_hub(path: str, model: ModelConfig, make: Callable[[], T], files: str = "") -> T:
+    """The result of one of transformers' loaders; each of its failures becomes one line. `files`: those of the model that it reads."""
+    try:
+        return make()
+    except (DrumlineError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - any type may stand in any field of a stranger's files, and what reads them in Rust panics
+        text = str(error)
+        if "trust_remote_code" in text:
+            fix = "read that code, then add --trust-remote-code, or model.trust_remote_code: true to a YAML of your own"
+            raise ModelError("this model brings code of its own and model.trust_remote_code is off", where=path, fix=fix) from None
+        if model.attention != "auto" and any(word in text.lower() for word in ("attn_implementation", "attention", "flash")):
+            raise ModelError(first_line(error), where=f"model.attention {model.attention}", fix="use attention: auto") from None
+        for auto, what in AUTO.values():
+            if auto in text:
+                kind = text.partition("configuration class <class '")[2].partition("'")[0].rpartition(".")[2] or "such"
+                instead = "name a model that generates text" if auto == AUTO["lm"][0] else f"name a model that there is a {what} of"
+                raise ModelError(f"no {what}: transformers has none for {kind}", where=path, fix=instead) from None
+        what, fix = "cannot be had", "check the id and the network, or give a local folder"
+        if Path(path).is_dir() or path == "model.config":
+            what, fix = "cannot be loaded", f"mend {files}" if files else "a model folder has config.json, weights and a tokenizer"
+        raise ModelError(f"{what}: {first_line(error)}", where=path, fix=fix) from None

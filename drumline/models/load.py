@@ -1,12 +1,11 @@
-"""Configs, tokenizers and sizes of models, by Hugging Face's classes; any failure becomes one line."""
+"""Configs and sizes of models, by Hugging Face's classes; any failure becomes one line."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,7 +14,7 @@ from drumline.core.config import Adapter, LoRAConfig
 from drumline.core.facts import ModelFacts
 from drumline.core.model import Head, ModelConfig
 from drumline.core.registry import nearest
-from drumline.errors import DrumlineError, ModelError
+from drumline.errors import ModelError
 from drumline.foreign import first_line, judged
 from drumline.models import adapters
 from drumline.models.attention import caps_and_drops
@@ -31,21 +30,17 @@ from drumline.models.blocks import (
     whole_sequences,
     whole_stream,
 )
-from drumline.models.classes import AUTO, LM, auto_class, bidirectional, is_encoder, is_vision_language
-from drumline.models.files import check_counts, check_folder, tokenizer_folder
+from drumline.models.classes import LM, auto_class, bidirectional, is_encoder, is_vision_language
+from drumline.models.files import check_counts, check_folder, from_hub, hub_options
 from drumline.models.freeze import freeze
-from drumline.models.rendering import limit
 from drumline.models.router import trains_router
 from drumline.models.scores import first_position, is_bidirectional, score_head, with_head
 from drumline.models.shapes import check_length, full_config
-from drumline.models.templates import set_template
 
-T = TypeVar("T")
 # Config keys for the soft-capping and scaling of logits: Gemma 2, Cohere, Granite. `models.head.can_split` tries the model itself.
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 # Config keys of GPT-2, Llama, BERT and OPT for dropout over a block's outputs to the residual stream.
 STREAM_DROPOUTS = ("resid_pdrop", "hidden_dropout", "hidden_dropout_prob", "dropout")
-logger = logging.getLogger(__name__)
 # Keys that a model reads, though the class of its config does not declare them.
 UNDECLARED = {"qwen3_moe": ("head_dim",)}
 _NOT_TAKEN = "transformers does not take this", "model.config", ModelError, "mend the values under model.config"
@@ -111,45 +106,6 @@ def _require_known(config: Any, values: dict[str, Any]) -> None:
             guess = nearest(key, [name for name in config.to_dict() if not name.startswith("_")])
             fix = f"did you mean {guess}?" if guess else "see the model's config.json for its keys"
             raise ModelError(f"the config of {config.model_type} has no key {key!r}", where=f"model.config.{key}", fix=fix)
-
-
-def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
-    """The tokenizer of the model, or of `model.tokenizer`, with `model.chat_template` in place of its own."""
-    from transformers import AutoTokenizer
-
-    source = model.tokenizer or path
-    if source is None:
-        what = "a model written out by its config has no tokenizer"
-        raise ModelError(what, where="model.tokenizer", fix="name a folder or hub id that has one")
-    source = tokenizer_folder(source)
-    check_folder(Path(source))
-    limit()
-    files = "its tokenizer_config.json or tokenizer.json"
-    tokenizer = from_hub(source, model, lambda: _checked(AutoTokenizer.from_pretrained(source, **hub_options(source, model))), files)
-    if model.chat_template is not None:
-        set_template(tokenizer, model.chat_template)
-    return tokenizer
-
-
-def _checked(tokenizer: Any) -> Any:
-    """The tokenizer, after a trial of the methods that are used later, which finds wrong values in its files. Raises any exception."""
-    ids = tokenizer("a b", add_special_tokens=True)["input_ids"]
-    tokenizer.decode(ids)
-    tokenizer.convert_ids_to_tokens([*ids, *(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None)])
-    template = tokenizer.chat_template
-    texts = [] if template is None else list(template.values()) if isinstance(template, dict) else [template]
-    if not len(tokenizer) or not all(isinstance(text, str) for text in texts):
-        raise ValueError("chat_template is no text" if len(tokenizer) else "it has no tokens")
-    return tokenizer
-
-
-def pad_token_id(tokenizer: Any) -> int:
-    """The id that fills short rows, which nothing attends to; without one the end-of-text token or id 0, which is logged."""
-    if tokenizer.pad_token_id is not None:
-        return int(tokenizer.pad_token_id)
-    instead = int(tokenizer.eos_token_id or 0)
-    logger.warning("the tokenizer has no padding token: rows are filled with %r (id %d)", tokenizer.convert_ids_to_tokens(instead), instead)
-    return instead
 
 
 def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head = "lm", frozen_names: Sequence[str] = ()) -> ModelFacts:
@@ -301,41 +257,3 @@ def check_fits(config: Any, tokenizer: Any, max_length: int, where: str = "model
         what = f"the tokenizer has {len(tokenizer)} tokens but the embedding only {text.vocab_size} rows"
         raise ModelError(what, where=where, fix="use the model's own tokenizer, or a model with a larger vocabulary")
     check_length(getattr(text, "max_position_embeddings", None), max_length)
-
-
-def hub_options(path: str, model: ModelConfig) -> dict[str, Any]:
-    local = Path(path).is_dir()
-    return {"trust_remote_code": model.trust_remote_code, "local_files_only": local} | ({} if local else {"revision": model.revision})
-
-
-def find_file(path: str, name: str, model: ModelConfig, **options: Any) -> Path | None:
-    """The local path of a file of a model (a folder or hub id); None if it has no such file."""
-    from drumline.vendor.transformers import cached_file
-
-    options |= {key: value for key, value in hub_options(path, model).items() if key != "trust_remote_code"}
-    found = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **options)
-    return None if found is None else Path(found)
-
-
-def from_hub(path: str, model: ModelConfig, make: Callable[[], T], files: str = "") -> T:
-    """The result of one of transformers' loaders; each of its failures becomes one line. `files`: those of the model that it reads."""
-    try:
-        return make()
-    except (DrumlineError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # noqa: BLE001 - any type may stand in any field of a stranger's files, and what reads them in Rust panics
-        text = str(error)
-        if "trust_remote_code" in text:
-            fix = "read that code, then add --trust-remote-code, or model.trust_remote_code: true to a YAML of your own"
-            raise ModelError("this model brings code of its own and model.trust_remote_code is off", where=path, fix=fix) from None
-        if model.attention != "auto" and any(word in text.lower() for word in ("attn_implementation", "attention", "flash")):
-            raise ModelError(first_line(error), where=f"model.attention {model.attention}", fix="use attention: auto") from None
-        for auto, what in AUTO.values():
-            if auto in text:
-                kind = text.partition("configuration class <class '")[2].partition("'")[0].rpartition(".")[2] or "such"
-                instead = "name a model that generates text" if auto == AUTO["lm"][0] else f"name a model that there is a {what} of"
-                raise ModelError(f"no {what}: transformers has none for {kind}", where=path, fix=instead) from None
-        what, fix = "cannot be had", "check the id and the network, or give a local folder"
-        if Path(path).is_dir() or path == "model.config":
-            what, fix = "cannot be loaded", f"mend {files}" if files else "a model folder has config.json, weights and a tokenizer"
-        raise ModelError(f"{what}: {first_line(error)}", where=path, fix=fix) from None

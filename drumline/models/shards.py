@@ -28,7 +28,7 @@ from drumline.core.model import ModelConfig
 from drumline.dist.seeds import derive, drawing
 from drumline.models import adapters
 from drumline.models.blocks import whole_layer
-from drumline.models.load import find_file
+from drumline.models.files import find_file
 from drumline.vendor.torch import compute_local_shape_and_global_offset
 
 Init = Callable[[nn.Module], None]

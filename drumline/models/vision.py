@@ -20,7 +20,7 @@ from drumline.core.config import Config
 from drumline.core.model import ModelConfig
 from drumline.errors import DataError, EnvironmentFault, ModelError
 from drumline.models.classes import LM, is_vision_language
-from drumline.models.load import find_file, from_hub, hub_options
+from drumline.models.files import find_file, from_hub, hub_options
 from drumline.models.scores import side_of_model
 
 # The model_types whose images, positions and gradients are tested (tests/unit/test_vision.py).

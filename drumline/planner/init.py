@@ -184,7 +184,7 @@ def look(config: Config, model: Found, base: Path, on_progress: OnProgress) -> F
     """The first rows of `data.train`, each as long as its longest sequence: by characters where no tokenizer is here. None where the data
     are not here yet. Raises DataError for rows that the algorithm does not take."""
     from drumline.data.sources import holds_images, read_rows
-    from drumline.models.load import load_tokenizer
+    from drumline.models.tokenizer import load_tokenizer
 
     (source,) = config.data.train
     if isinstance(source, FileSource | SavedSource):

@@ -12,7 +12,7 @@ from drumline.core.rollouts import RolloutSpec
 from drumline.data.cache import TokenCache
 from drumline.data.stream import GlobalBatch
 from drumline.dist.start import Ranks
-from drumline.models.load import pad_token_id
+from drumline.models.tokenizer import pad_token_id
 from drumline.parallel.engine import CompositeEngine, Engine
 from drumline.rl.curriculum import Curriculum
 from drumline.rl.reading import Readers, Reading, last_scores, log_probs_of, scores_after, values_of

@@ -20,9 +20,10 @@ from drumline.dist.seeds import derive
 from drumline.errors import DataError
 from drumline.models import adapters
 from drumline.models.build import lay_out
-from drumline.models.load import load_config, load_tokenizer
+from drumline.models.load import load_config
 from drumline.models.scores import language_weights
 from drumline.models.shards import Values
+from drumline.models.tokenizer import load_tokenizer
 from drumline.parallel.engine import Engine
 from drumline.parallel.native import LOW_PRECISION
 from drumline.rl.build import generator, greedy

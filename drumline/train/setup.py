@@ -35,6 +35,7 @@ from drumline.models.download import download
 from drumline.models.freeze import freeze, learning
 from drumline.models.head import require_next_token
 from drumline.models.own import find_builder, own_build
+from drumline.models.tokenizer import load_tokenizer
 from drumline.models.vision import vision_of
 from drumline.parallel.transforms import batch_norms
 from drumline.planner.cluster import cluster_here
@@ -76,7 +77,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         vllm.require_installed(rollout.generator)
     policy = find_model(config.model, on_progress, weights=True)
     if not config.images_alone:
-        models.check_fits(policy.hf_config, models.load_tokenizer(policy.path, config.model), config.data.max_length)
+        models.check_fits(policy.hf_config, load_tokenizer(policy.path, config.model), config.data.max_length)
     roles = find_roles(config, policy, on_progress)
     if not dry_run:
         download(policy.path, config.model, on_progress)
@@ -134,7 +135,7 @@ def find_roles(config: Config, policy: Found, on_progress: OnProgress) -> dict[s
     for name, wanted in config.algorithm.auxiliary_models(config).items():
         model, path = roles[name].model, roles[name].model_path
         if model != config.model:
-            tokenizer = models.load_tokenizer(policy.path, config.model)
+            tokenizer = load_tokenizer(policy.path, config.model)
             require_same_tokens(model, path, tokenizer, wanted.where)
             models.check_fits(models.load_config(path, model), tokenizer, config.data.max_length, wanted.where)
         if not wanted.trainable:
@@ -146,7 +147,7 @@ def require_same_tokens(model: ModelConfig, path: str | None, tokenizer: Any, wh
     """Raises ModelError where a model comes with a tokenizer that has other tokens than `tokenizer`."""
     if model.tokenizer is None and path is not None and Path(path).is_dir() and not any(Path(path).glob("*token*")):
         return
-    theirs = models.load_tokenizer(path, model).get_vocab()
+    theirs = load_tokenizer(path, model).get_vocab()
     ours = tokenizer.get_vocab()
     if theirs != ours:
         token = next((t for t, number in ours.items() if theirs.get(t) != number), None) or next(t for t in theirs if t not in ours)

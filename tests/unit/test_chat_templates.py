@@ -15,8 +15,8 @@ from drumline.data.fingerprint import cache_key
 from drumline.data.sources import Row
 from drumline.data.templates import Encoder
 from drumline.errors import ConfigError, DataError, ModelError
-from drumline.models.load import load_tokenizer
 from drumline.models.templates import FOLDER, end_ids, set_template
+from drumline.models.tokenizer import load_tokenizer
 from tests.chat import TALK, WRITTEN, im, require
 from tests.harness import write_config
 from tests.tiny import CHATML, tiny_model_dir, tiny_tokenizer

@@ -13,6 +13,7 @@ from drumline.core.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.models import load as models
 from drumline.models.files import check_counts
+from drumline.models.tokenizer import load_tokenizer
 from tests.tiny import tiny_model_dir
 
 SIZES = ["num_key_value_heads", "num_attention_heads", "num_hidden_layers", "hidden_size", "head_dim", "vocab_size", "num_labels"]
@@ -79,7 +80,7 @@ def test_a_config_that_makes_no_sense_is_named(good: Path, tmp_path: Path, key: 
 def test_a_tokenizers_wrong_value_is_named_with_its_file(good: Path, tmp_path: Path, key: str, value: Any) -> None:
     folder = with_key(good, tmp_path, "tokenizer_config.json", key, value)
     with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
-        models.load_tokenizer(folder, ModelConfig(id=folder))
+        load_tokenizer(folder, ModelConfig(id=folder))
 
 
 def test_sizes_of_models_that_there_are() -> None:

@@ -14,7 +14,8 @@ import torch
 from drumline.core.model import ModelConfig
 from drumline.errors import ConfigError, ModelError
 from drumline.models.build import build_model
-from drumline.models.load import check_fits, facts, load_config, load_tokenizer, pad_token_id
+from drumline.models.load import check_fits, facts, load_config
+from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -18,7 +18,8 @@ from drumline.errors import ModelError
 from drumline.models.build import build_model
 from drumline.models.files import resolve
 from drumline.models.head import can_split, require_next_token
-from drumline.models.load import facts, load_config, load_tokenizer
+from drumline.models.load import facts, load_config
+from drumline.models.tokenizer import load_tokenizer
 from tests.chat import TALK, WRITTEN, require
 
 pytestmark = pytest.mark.slow

@@ -24,7 +24,8 @@ from drumline.data.templates import Example
 from drumline.errors import DataError, ModelError
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective, can_split, split
-from drumline.models.load import load_config, load_tokenizer
+from drumline.models.load import load_config
+from drumline.models.tokenizer import load_tokenizer
 from drumline.models.vision import Vision
 from drumline.models.vision import vision_of as vision_of_run
 from tests.harness import vision_rows, write_rows

@@ -1,0 +1,54 @@
+"""A model's tokenizer. No torch: processes that tokenise do without its import."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from drumline.core.model import ModelConfig
+from drumline.errors import ModelError
+from drumline.models.files import check_folder, from_hub, hub_options, tokenizer_folder
+from drumline.models.rendering import limit
+from drumline.models.templates import set_template
+
+logger = logging.getLogger(__name__)
+
+
+def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
+    """The tokenizer of the model, or of `model.tokenizer`, with `model.chat_template` in place of its own."""
+    from transformers import AutoTokenizer
+
+    source = model.tokenizer or path
+    if source is None:
+        what = "a model written out by its config has no tokenizer"
+        raise ModelError(what, where="model.tokenizer", fix="name a folder or hub id that has one")
+    source = tokenizer_folder(source)
+    check_folder(Path(source))
+    limit()
+    files = "its tokenizer_config.json or tokenizer.json"
+    tokenizer = from_hub(source, model, lambda: _checked(AutoTokenizer.from_pretrained(source, **hub_options(source, model))), files)
+    if model.chat_template is not None:
+        set_template(tokenizer, model.chat_template)
+    return tokenizer
+
+
+def _checked(tokenizer: Any) -> Any:
+    """The tokenizer, after a trial of the methods that are used later, which finds wrong values in its files. Raises any exception."""
+    ids = tokenizer("a b", add_special_tokens=True)["input_ids"]
+    tokenizer.decode(ids)
+    tokenizer.convert_ids_to_tokens([*ids, *(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None)])
+    template = tokenizer.chat_template
+    texts = [] if template is None else list(template.values()) if isinstance(template, dict) else [template]
+    if not len(tokenizer) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("chat_template is no text" if len(tokenizer) else "it has no tokens")
+    return tokenizer
+
+
+def pad_token_id(tokenizer: Any) -> int:
+    """The id that fills short rows, which nothing attends to; without one the end-of-text token or id 0, which is logged."""
+    if tokenizer.pad_token_id is not None:
+        return int(tokenizer.pad_token_id)
+    instead = int(tokenizer.eos_token_id or 0)
+    logger.warning("the tokenizer has no padding token: rows are filled with %r (id %d)", tokenizer.convert_ids_to_tokens(instead), instead)
+    return instead
