@@ -154,8 +154,9 @@ def _qwen() -> Iterator[Published]:
             sections = _run(
                 QWEN[name], {"device": "a100-80g", "per_node": gpus}, length, {"micro_batch": 1, "accumulation": 8},
                 strategy=zero if strategy == "zero3" else strategy, algorithm=PLAIN, **FULL, **({"adapter": adapter} if adapter else {}),
-            )  # fmt: skip
-            # Its kernels for 4 bits are none of ours, which go with both of these.
+            ) | (PURE if kind == "QLoRA" else {})  # fmt: skip
+            # Its hidden states between blocks have 16 bits: PEFT makes what is not packed fp32, but not beside GPTQ's layers, and no autocast
+            # makes it so. Its kernels for 4 bits are none of ours, which go with both of these strategies.
             ways = {"strategy": ["single", "fsdp2"]} if kind == "QLoRA" else {}
             many = f", {gpus} GPUs, ZeRO-3" if gpus > 1 else ""
             yield Published(

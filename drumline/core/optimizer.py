@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from drumline.core.rule import Case, Refusal, packed_bits, plain, sees
+from drumline.core.rule import Case, Refusal, plain, sees
 from drumline.core.section import Count, Ranks, Section, Weight
 from drumline.errors import EnvironmentFault, PlanError
 from drumline.hardware.cluster import Collective
@@ -217,8 +217,8 @@ def _pure(case: Case, where: str) -> Iterator[Refusal]:
     if case.strategy.copies().compression.kind != "none":
         reason = "gradients travel in bf16 already"
         yield Refusal("master=bf16 × compression", reason, "take strategy.compression out", where)
-    if config.algorithm.rollout is not None or config.images_alone or config.plain or packed_bits(config) or sees(case):
-        reason = "it is proven for texts that are given, and linear layers that are not packed"
+    if config.algorithm.rollout is not None or config.images_alone or config.plain or sees(case):
+        reason = "it is proven for texts that are given"
         yield Refusal("master=bf16 × the model or the algorithm", reason, "use precision.master=fp32", where)
 
 

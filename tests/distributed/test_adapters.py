@@ -44,6 +44,7 @@ KINDS = {
     "8bit": Kind({"quantize": "8bit"}),
     "4bit, dora, pissa": Kind({"quantize": "4bit", "dora": True, "init": "pissa"}, 1e-4),
     "4bit, bf16": Kind({"quantize": "4bit"}, 3e-2, {"precision": "bf16"}),
+    "4bit, pure bf16": Kind({"quantize": "4bit"}, 3e-2, {"precision": {"kind": "bf16", "master": "bf16"}}),
     "dora, pissa, bf16": Kind({"dora": True, "init": "pissa_fast"}, 3e-2, {"precision": "bf16"}),
 }
 SPREADS: dict[str, tuple[int, Any]] = {
@@ -58,7 +59,8 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "tp 2": (2, "tp"),
 }
 REFUSED = {(kind, "tp 2") for kind in KINDS if "dora" in kind or "bit" in kind or "tokens" in kind} | {("saved and tokens", "pp 2")}
-OFTEN, REST = ("fsdp2 2", "zero3 2"), ("dora, pissa, bf16", "4bit, bf16", "8bit")  # the others in test-full
+REFUSED |= {("4bit, pure bf16", name) for name in ("zero3 2", "zero2 2", "cp 2", "pp 2")}
+OFTEN, REST = ("fsdp2 2", "zero3 2"), ("dora, pissa, bf16", "4bit, bf16", "4bit, pure bf16", "8bit")  # the others in test-full
 PAIRS = [
     pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if name in OFTEN and kind not in REST else pytest.mark.full)
     for kind in KINDS
@@ -69,6 +71,7 @@ MOVES = [
     pytest.param(kind, a, b, id=f"{kind}-{a} to {b}", marks=[] if b == "single" and kind not in REST else pytest.mark.full)
     for kind in KINDS
     for a, b in (("fsdp2 2", "single"), ("single", "zero3 2"), ("zero3 2", "ddp 2"), ("ddp 2", "fsdp2 2"))
+    if not {(kind, a), (kind, b)} & REFUSED
 ]
 
 

@@ -70,6 +70,7 @@ ROWS: dict[str, Row] = {
     "single, dora": Row({"kind": "single"}, 1, {"adapter": {"kind": "lora", "dora": True}}),
     "single, tokens": Row({"kind": "single"}, 1, {"adapter": {"kind": "lora", "trainable_tokens": [5, 70]}}, within=0.12),
     "fsdp2, 4bit, bf16": Row({"kind": "fsdp2"}, 2, LOW | {"adapter": {"kind": "lora", "quantize": "4bit"}}, within=0.12),
+    "single, 4bit, pure bf16, full": Row({"kind": "single"}, 1, PURE | FULL | {"adapter": {"kind": "lora", "quantize": "4bit"}}),
     "fsdp2, in backward": Row({"kind": "fsdp2"}, 2, {"optimizer": {"in_backward": True, "max_grad_norm": None}}, within=0.12),
     "ddp, on the host": Row({"kind": "ddp"}, 2, {"optimizer": {"offload": True}}),
     "zero1, bf16": Row({"kind": "zero1"}, 2, LOW),
