@@ -85,6 +85,11 @@ PURE = {"precision": {"kind": "bf16", "master": "bf16"}}
 # Gradients travel and add up in bf16, as DeepSpeed has them where nobody sets another type (Drumline sets fp32); buffers by `auto`.
 STOCK: dict[str, Any] = {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}}
 AUTO = dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto")
+# fp16 and ZeRO-2 on one GPU, with these buckets (finetune_qlora_single_gpu.sh and ds_config_zero2.json of QwenLM/Qwen).
+QWEN_QLORA: dict[str, Any] = {"kind": "zero2", "options": {
+    "communication_data_type": "fp16", "data_types": {"grad_accum_dtype": "fp16"},
+    "zero_optimization": {"allgather_bucket_size": 200_000_000, "reduce_bucket_size": 200_000_000, "overlap_comm": True},
+}}  # fmt: skip
 H100, A800 = {"device": "h100-80g", "per_node": 8}, {"device": "a800-80g", "per_node": 8}
 
 
@@ -154,13 +159,12 @@ def _qwen() -> Iterator[Published]:
             sections = _run(
                 QWEN[name], {"device": "a100-80g", "per_node": gpus}, length, {"micro_batch": 1, "accumulation": 8},
                 strategy=zero if strategy == "zero3" else strategy, algorithm=PLAIN, **FULL, **({"adapter": adapter} if adapter else {}),
-            ) | (PURE if kind == "QLoRA" else {})  # fmt: skip
-            # Its hidden states between blocks have 16 bits: PEFT makes what is not packed fp32, but not beside GPTQ's layers, and no autocast
-            # makes it so. Its kernels for 4 bits are none of ours, which go with both of these strategies.
-            ways = {"strategy": ["single", "fsdp2"]} if kind == "QLoRA" else {}
+            )  # fmt: skip
+            if kind == "QLoRA":  # as its script for one GPU has it
+                sections |= {"strategy": QWEN_QLORA, "precision": "fp16"}
             many = f", {gpus} GPUs, ZeRO-3" if gpus > 1 else ""
             yield Published(
-                f"Qwen-{name}, {kind}{many}, {length}", {"driver": gb * 1e9 / gpus, "seconds": seconds}, sections, ways, group=kind
+                f"Qwen-{name}, {kind}{many}, {length}", {"driver": gb * 1e9 / gpus, "seconds": seconds}, sections, group=kind
             )
 
 

@@ -75,6 +75,7 @@ ROWS: dict[str, Row] = {
     "ddp, on the host": Row({"kind": "ddp"}, 2, {"optimizer": {"offload": True}}),
     "zero1, bf16": Row({"kind": "zero1"}, 2, LOW),
     "zero2": Row({"kind": "zero2"}, 2),
+    "zero2, lora, bf16, full": Row({"kind": "zero2"}, 2, LOW | FULL | {"adapter": "lora"}, within=0.15),
     "zero2, bf16, offloaded": Row({"kind": "zero2", "offload_optimizer": "cpu"}, 2, LOW, within=0.12),
     "zero3, bf16": Row({"kind": "zero3"}, 2, LOW, within=0.12),
 }

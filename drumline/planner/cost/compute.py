@@ -61,6 +61,9 @@ def computing(layout: Layout, facts: ModelFacts, cluster: Cluster) -> tuple[floa
     if layout.fp8:
         rate, cast = _of_fp8(layout, facts, cluster, rate)
     products = flops(facts, kind, again, bool(memory.mlp_chunk)) + Passes(scoring_flops(layout, facts), 0.0)
+    if layout.device == "cuda":
+        of_weights = max(0.0, products.backward - products.forward)
+        products += Passes(0.0, (fitted.WEIGHT_GRADIENTS - 1) * of_weights)
     works = products * (1 / rate) + attention_flops(facts, kind, again) * (1 / attends)
     first, second = operators(layout, cluster)
     each = bytes_moved(layout, facts) * (tokens / max(1, facts.layers))  # of a block, in one call
