@@ -163,9 +163,7 @@ def _qwen() -> Iterator[Published]:
             if kind == "QLoRA":  # as its script for one GPU has it
                 sections |= {"strategy": QWEN_QLORA, "precision": "fp16"}
             many = f", {gpus} GPUs, ZeRO-3" if gpus > 1 else ""
-            yield Published(
-                f"Qwen-{name}, {kind}{many}, {length}", {"driver": gb * 1e9 / gpus, "seconds": seconds}, sections, group=kind
-            )
+            yield Published(f"Qwen-{name}, {kind}{many}, {length}", {"driver": gb * 1e9 / gpus, "seconds": seconds}, sections, group=kind)
 
 
 def _litgpt() -> Iterator[Published]:

@@ -184,8 +184,9 @@ def _formula(
     queries, feed = block.queries / tp, block.feed / tp * (chunk or 1.0)
     wide = width * (3 if block.gated else 2) * feed
     # Gradients of the feed-forward's two branches, and of the stream; copies for fp32 factors of what a low precision made.
-    backward = stream + width * 2 * feed + (7 * feed if adapter and kind == "autocast" else 0) + gathered * (2 if recomputes == "none" else 1)
-    forward = max(4 * width * queries, width * block.hidden) + (6 * feed + 6 * block.hidden if adapter and kind == "autocast" else 0)
+    casts = adapter and kind == "autocast"
+    backward = stream + width * 2 * feed + 7 * feed * casts + gathered * (2 if recomputes == "none" else 1)
+    forward = max(4 * width * queries, width * block.hidden) + (6 * feed + 6 * block.hidden) * casts
     forward += 2 * gathered + whole - stream  # the embedding's result is there while blocks run
     if not chunk:
         everything += inside
