@@ -18,9 +18,10 @@ from benchmarks.planner_published import Published, candidates, estimates
 from drumline.planner.cost import fitted
 
 MEMORY, SPEED = ("active", "reserved", "driver"), ("seconds", "tokens_per_s")
-# Without any of these runs. Bytes moved by a block, eager and compiled: twice what its kernels besides products read and write, counted of a
-# Llama block (torch's dispatcher; Inductor's fused kernels: 128 bytes). By a layer with an adapter: once. Unpacking: what it reads and writes. Hooks: a call in Python with a launch. A host's step: 3.1B parameters in less than 3.1 s
-# (DeepSpeed's pull request 7474).
+# Without any of these runs. Bytes moved by a block, eager and compiled: twice what its kernels besides products read and write, counted of
+# a Llama block (torch's dispatcher; Inductor's fused kernels: 128 bytes); by a layer with an adapter: once. Unpacking: what it reads and
+# writes. Hooks: a call in Python with a launch. A host's step: 3.1B parameters in less than 3.1 s (DeepSpeed's pull request 7474). Products
+# of weights' gradients: as others.
 PRIOR = {
     "MOVED": 1300.0, "MOVED_COMPILED": 256.0, "MOVED_ADAPTED": 7.0, "UNPACKED": 2.6, "HOOK": 1e-4, "HOST_STEP": 1e-9,
     "WEIGHT_GRADIENTS": 1.0, "FRAGMENTS": 0.05, "FRAGMENTS_GATHERED": 0.25,
