@@ -17,7 +17,7 @@ from drumline.core.redact import redact
 from drumline.doctor.signatures import Signature, signatures
 from drumline.errors import UserError
 from drumline.foreign import open_plain, read_object
-from drumline.telemetry.events import Step, read
+from drumline.telemetry.events import Step, read, unread
 
 STDIN = "-"
 PIECE = 2**22  # bytes that are searched at once
@@ -80,8 +80,7 @@ def diagnose(place: str) -> list[Finding]:
         if not files:
             raise UserError("no log is there", where=place, fix="name a run folder, a log file, or - for standard input")
         found = [each for file in files for each in _of_file(file)]
-        if (path / "events.jsonl").is_file():
-            found += _slow_loader(path / "events.jsonl")
+        found += [*_slow_loader(path / "events.jsonl"), *_damage(path)]
     return ordered(found)
 
 
@@ -207,17 +206,36 @@ def _causes(finding: Finding, findings: list[Finding]) -> tuple[str, ...]:
     return tuple(other.name for other in there if finding.signature.follows(other))
 
 
+def _damage(run: Path) -> Iterator[tuple[Signature, re.Match[str], Evidence]]:
+    """A line for each record of a run that cannot be read, or not all of it."""
+    try:
+        if (run / "plan.json").exists():
+            read_object(run / "plan.json", UserError, numbers=False)
+    except UserError as error:
+        yield from _own(f"a record is damaged: {error.what}", run / "plan.json", 1)
+    if lines := unread(run / "events.jsonl"):
+        text = f"a record is damaged: {len(lines):,} lines cannot be read, the first is {lines[0]:,}"
+        yield from _own(text, run / "events.jsonl", lines[0])
+
+
+def _own(text: str, path: Path, line: int, at: float | None = None) -> Iterator[tuple[Signature, re.Match[str], Evidence]]:
+    """What the doctor itself has seen in a file."""
+    for signature, match, _ in search(io.BytesIO(text.encode()), ""):
+        yield signature, match, Evidence(str(path), line, text, at=at)
+
+
 def _slow_loader(events: Path) -> Iterator[tuple[Signature, re.Match[str], Evidence]]:
     """A line for a run whose steps waited for data."""
-    steps = [event for event in read(events) if isinstance(event, Step)][-WAITED_STEPS:]
+    known = [
+        event for event in read(events) if isinstance(event, Step) and isinstance(event.data_s, float) and isinstance(event.seconds, float)
+    ]
+    steps = known[-WAITED_STEPS:]
     if len(steps) < WAITED_STEPS:
         return
     waited, whole = (median(times) for times in ([step.data_s for step in steps], [step.seconds for step in steps]))
     if waited >= max(WAITED_SECONDS, WAITED * whole):
         text = f"the last {WAITED_STEPS} steps waited for data: {waited:.2f} s of {whole:.2f} s (medians)"
-        number = events.read_bytes().count(b"\n")
-        for signature, match, _ in search(io.BytesIO(text.encode()), ""):
-            yield signature, match, Evidence(str(events), number, text, at=steps[-1].t)
+        yield from _own(text, events, events.read_bytes().count(b"\n"), steps[-1].t)
 
 
 def rank_without_log(run: Path) -> list[int]:

@@ -22,6 +22,7 @@ from drumline.telemetry.truth import Measurement
 
 MOST_EVENTS = 2**33  # bytes: some ten million steps
 LAST_BYTES = 2**18
+MOST_TIME = 2**40  # unix seconds: what lies above is no time
 PERIOD_SECONDS = 0.2  # between two reads of what another process appends
 KINDS: dict[str, type[Event]] = {}
 Number = float | str | None  # JSON has no NaN, which is null here, and no infinity, which is a string
@@ -296,8 +297,16 @@ class EventLog:
 
 def read(path: Path) -> list[Event]:
     """All whole events of a file, in order; a line torn by a kill is passed over. None where there is no file."""
-    lines = _bytes(path).decode("utf-8", errors="replace").split("\n")
-    return [event for event in map(_parsed, lines) if event is not None]
+    return [event for event in map(_parsed, _lines(path)) if event is not None]
+
+
+def unread(path: Path) -> list[int]:
+    """Numbers of the lines, from 1, that `read` passes over: torn by a kill, or damaged. None where there is no file."""
+    return [number for number, line in enumerate(_lines(path), 1) if line.strip() and _parsed(line) is None]
+
+
+def _lines(path: Path) -> list[str]:
+    return _bytes(path).decode("utf-8", errors="replace").split("\n")
 
 
 def _bytes(path: Path) -> bytes:
@@ -311,7 +320,9 @@ def _parsed(line: str | bytes) -> Event | None:
         values = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(values, dict) or not isinstance(values.get("kind"), str) or not isinstance(values.get("t", 0), int | float):
+    if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
+        return None
+    if not isinstance(at := values.get("t", 0), int | float) or not 0 <= at < MOST_TIME:
         return None
     counts = type(values.get("step")) is int or ("step" not in values and values["kind"] not in COUNTED)
     return Event.of(values) if counts else None

@@ -127,6 +127,34 @@ def test_what_events_tell(tmp_path: Path) -> None:
     assert names(diagnose(str(tmp_path)))[0] == "nan"
 
 
+STEP = json.dumps({"t": 9.0, **step(1, 0.5, 0.01).values(), "kind": "step"})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place", "says"),
+    [
+        ("events.jsonl", f"{STEP}\n{STEP[:30]}", "events.jsonl:2", "1 lines cannot be read, the first is 2"),
+        ("events.jsonl", f"\0\0\0\n[1]\n\n{STEP}\n{{}}\n{'[' * 9999}\n", "events.jsonl:1", "4 lines cannot be read, the first is 1"),
+        ("events.jsonl", b"\xff\xfe" * 99, "events.jsonl:1", "1 lines cannot be read"),
+        ("plan.json", '{"config": ', "plan.json:1", "not JSON"),
+        ("plan.json", "[]", "plan.json:1", "holds no keys and values"),
+    ],
+)
+def test_records_that_are_damaged(name: str, content: str | bytes, place: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text(f"{STEP}\n")
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (finding,) = diagnose(str(tmp_path))
+    assert finding.signature.name == "record-damaged" and finding.evidence.place.endswith(place) and says in finding.evidence.text
+    assert doctor(str(tmp_path), False, False) == 0, "a run can go on all the same"
+
+
+@pytest.mark.parametrize("values", [{}, {"data_s": None}, {"data_s": "x"}, {"data_s": float("nan")}, {"seconds": []}, {"t": 1e999}])
+def test_events_of_another_version_are_no_traceback(values: dict[str, object], tmp_path: Path) -> None:
+    lines = [json.dumps({"t": 9.0, "kind": "step", "step": number, "data_s": 9.0, "seconds": 9.0} | values) for number in range(30)]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    assert names(diagnose(str(tmp_path))) == (["slow-loader"] if not values else ["record-damaged"] if "t" in values else [])
+
+
 @pytest.mark.parametrize(
     ("name", "line"),
     [

@@ -18,7 +18,7 @@ TABLE = {signature.name: signature for signature in signatures()}
 RECORDED: dict[str, dict[str, str]] = yaml.safe_load((Path(__file__).parents[1] / "fixtures/doctor/recorded.yaml").read_text())
 HEALTHY: dict[str, dict[str, str]] = yaml.safe_load((Path(__file__).parents[1] / "fixtures/doctor/healthy.yaml").read_text())
 # Told by events of a run, and by a kernel that mounts: tests of their own.
-ELSEWHERE = {"slow-loader", "fp16-overflow", "hang", "weights-differ", "loss-spike", "straggler", "read-only"}
+ELSEWHERE = {"slow-loader", "fp16-overflow", "hang", "weights-differ", "loss-spike", "straggler", "read-only", "record-damaged"}
 
 
 def found(text: str) -> list[Finding]:
