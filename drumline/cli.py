@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -305,6 +306,8 @@ def main(arguments: list[str] | None = None) -> None:
     from drumline.launchers.environment import expandable_segments, first_rank, other_rank_runs
     from drumline.launchers.tasks import join_tasks
 
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files and texts of strangers need not be UTF-8
     given = sys.argv[1:] if arguments is None else arguments
     # torch.distributed.launch and deepspeed add `--local_rank=N`; LOCAL_RANK has the same value.
     arguments = _bare_resume([each for each in given if not each.startswith(("--local_rank=", "--local-rank="))])

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from drumline.cli_runs import path_of
+from drumline.errors import printable
 
 Runs = Annotated[list[Path], typer.Argument(parser=path_of, metavar="RUN...", help="Run folders.")]
 
@@ -18,7 +19,7 @@ def report(
     """Write one HTML page about runs that opens without a network, and a PNG of their curves."""
     from drumline.report.page import report as write
 
-    print(f"wrote {write(runs, out)}")
+    print(printable(f"wrote {write(runs, out)}"))
 
 
 def compare(

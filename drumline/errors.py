@@ -3,6 +3,20 @@
 from __future__ import annotations
 
 import re
+from unicodedata import category
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def printable(text: str, keep: str = "\n\t\u200c\u200d") -> str:
+    """A stranger's text for a terminal: colours go; what commands it, turns a text around or has no glyph is escaped. Line breaks, tabs
+    and the joiners of Persian and emojis, `keep`, are text, and so are spaces of all widths."""
+
+    def shown(letter: str) -> str:
+        plain = letter.isprintable() or letter in keep or category(letter) == "Zs"
+        return letter if plain else letter.encode("unicode_escape").decode()
+
+    return "".join(map(shown, _COLOURS.sub("", text)))
 
 
 class DrumlineError(Exception):
@@ -20,8 +34,7 @@ class DrumlineError(Exception):
         place = f"{self.where}: " if self.where else ""
         mend = f" — {self.fix}" if self.fix else ""
         message = " ".join(f"{place}{self.what}{mend}".split())
-        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
-        return re.sub(r"\S{500,}", lambda word: f"{word[0][:200]}…{word[0][-200:]}", shown)
+        return re.sub(r"\S{500,}", lambda word: f"{word[0][:200]}…{word[0][-200:]}", printable(message, keep=""))
 
 
 class UserError(DrumlineError):

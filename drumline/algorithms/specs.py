@@ -42,6 +42,7 @@ class TextSpec(ChunkedSpec):
 class PairSpec(AlgorithmSpec):
     """Pairs of a chosen and a rejected answer."""
 
+    shares_prompts: ClassVar[bool] = True
     columns: ClassVar[str] = "`prompt`, `chosen` and `rejected`"
     metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
     rows_per_sample: ClassVar[int] = 2

@@ -17,6 +17,7 @@ from drumline.compat.llama_factory import llama_factory
 from drumline.compat.sheet import Sheet, Source, listed
 from drumline.compat.trl import trl_arguments
 from drumline.core.config import Config
+from drumline.core.data import is_own
 from drumline.core.yaml_lines import Place
 
 Kind = Literal["accelerate", "deepspeed", "training", "llama_factory", "axolotl"]
@@ -26,8 +27,7 @@ READERS = {"accelerate": accelerate_file, "deepspeed": deepspeed_file, "training
 
 def recognise(values: Mapping[Any, Any]) -> Kind | None:
     """The tool whose config this is; None for Drumline's own, which any with `data.train` in Drumline's form is, and for any other."""
-    train = values["data"].get("train") if isinstance(values.get("data"), dict) else None
-    if isinstance(train, list) and any(isinstance(source, dict) for source in train):
+    if is_own(values):
         return None
     keys = {str(key) for key in values}
     if {"stage", "finetuning_type"} & keys or {"dataset", "template"} <= keys:

@@ -58,6 +58,7 @@ class AlgorithmSpec(Spec):
     # ---- rows and samples
     plain: ClassVar[bool] = False  # learns from any samples by any module, model.kind python
     packs: ClassVar[bool] = False  # rows may share a sequence
+    shares_prompts: ClassVar[bool] = False  # a sample has rows with a prompt in common
     cuts: ClassVar[bool] = False  # packs are cut from a stream of tokens, so that a row may go on in the next
     rows_per_sample: ClassVar[int] = 1  # sequences of up to data.max_length tokens that a sample is made of
     sees_images: ClassVar[bool] = False  # rows may have images beside text

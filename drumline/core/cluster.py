@@ -73,6 +73,12 @@ class ClusterConfig(Section):
         json_schema_extra={"examples": list(catalog.LINKS)},
     )
     inter: str = Field("100Gb", description="Network of each host: 400Gb, 8x400Gb, …")
+    pod: int | None = Field(
+        None, gt=0, le=MOST_NODES, description="Hosts that all reach each other at the rate of `inter`; null: all of them."
+    )
+    oversubscription: float = Field(
+        1.0, ge=1, le=10**3, description="How many times more the hosts of a pod can send than its links to other pods carry (Llama 3: 7)."
+    )
     host_memory_gb: Rate | None = Field(None, description="Memory per host, in 10^9 bytes; null: as on this machine, or unlimited.")
     calibration: PathText | None = Field(
         None, description="A file of `drumline calibrate --out` from such a machine; null: this machine's, if it is such a machine."
@@ -112,7 +118,9 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> ClusterConfig:
-        """Refuse hosts that do not exist."""
+        """Refuse hosts that do not exist, and a network without an end."""
+        if self.oversubscription > 1 and self.pod is None:
+            raise ValueError("oversubscription counts between pods — set pod, the hosts of one")
         spec = self.spec()
         most = MOST_OWN if self.device in self.devices else MOST_GPUS
         if spec is not None and self.per_node is not None and self.per_node > most:

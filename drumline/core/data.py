@@ -243,6 +243,12 @@ SETS = Short(_by_set, {"type": ["string", "object"]})
 RESERVED = ("reward", "tasks")  # metrics have these before a slash
 
 
+def is_own(values: Mapping[Any, Any]) -> bool:
+    """Whether a YAML is Drumline's own, by `data.train` in its form; else it may be another tool's."""
+    train = values["data"].get("train") if isinstance(values.get("data"), dict) else None
+    return isinstance(train, list) and any(isinstance(source, dict) for source in train)
+
+
 def in_full(data: Any, base_dir: Path) -> Any:
     """The section `data` of a YAML with its sources in full, so that overrides find their keys."""
     data = DATA_ALONE.long(data)

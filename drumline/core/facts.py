@@ -149,7 +149,8 @@ def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
     frozen parts already, or whose weights are not known one by one."""
     if facts.frozen or not facts.block_weights or facts.vision_language:
         return None
-    blocks = tuple(tuple(part for weight in block for part in _adapted(weight, adapter.r)) for block in facts.block_weights)
+    kinds = {block: tuple(part for weight in block for part in _adapted(weight, adapter.r)) for block, _ in facts.kinds_of_blocks}
+    blocks = tuple(kinds[block] for block in facts.block_weights)
     added = sum(weight.numel for block in blocks for weight in block if weight.trainable)
     if not added:
         return None

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +20,7 @@ from drumline.core.process import named, this_process
 
 T = TypeVar("T")
 UNFINISHED = ".tmp-"
+PERIOD_SECONDS = 0.2  # between two reads of what another process appends
 STALE_SECONDS = 24 * 3600.0
 PIECE, PIECES = 2**20, 16  # of a large file so many pieces of a MiB are read, evenly spaced: it may lie on a network
 OURS = re.compile(rf"{re.escape(UNFINISHED)}(\d+-\d+-[0-9a-f]{{8}})-[0-9a-f]{{8}}")
@@ -158,6 +160,12 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def numbered(folder: Path, prefix: str) -> dict[int, Path]:
+    """Number → what is called `prefix` and that number in a folder, in their order. Other names are somebody else's."""
+    found = ((re.fullmatch(rf"{re.escape(prefix)}([0-9]{{1,15}})", path.stem), path) for path in folder.glob(f"{prefix}*"))
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
 def digest(path: Path) -> str | None:
     """Of the names, sizes and contents of a file, or of all in a folder; None where there is none. Of a large file pieces are read."""
     if not path.exists():
@@ -180,3 +188,34 @@ def _starts(size: int) -> Sequence[int]:
     if size <= PIECE * PIECES:
         return range(0, size, PIECE)
     return [(size - PIECE) * number // (PIECES - 1) for number in range(PIECES)]
+
+
+@contextmanager
+def following(path: Path, on_bytes: Callable[[bytes], object], offset: int | None = None) -> Iterator[None]:
+    """Within, another thread hands what is appended to a file to `on_bytes`, piece by piece; what is left is handed over at the end. The
+    file may not be there yet. `offset`: where in the file to begin; None: at its end."""
+    done = threading.Event()
+    offset = offset if offset is not None else path.stat().st_size if path.exists() else 0
+
+    def hand_over() -> None:
+        nonlocal offset
+        if path.is_file():
+            with path.open("rb") as file:
+                file.seek(offset)
+                piece = file.read()
+            offset += len(piece)
+            if piece:
+                on_bytes(piece)
+
+    def follow() -> None:
+        while not done.wait(PERIOD_SECONDS):
+            hand_over()
+
+    thread = threading.Thread(target=follow, name="follow", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        hand_over()

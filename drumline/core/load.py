@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from drumline.core.config import Config
-from drumline.core.data import in_full
+from drumline.core.data import in_full, is_own
 from drumline.core.mistakes import check_numbers, first_mistake, kinds_at, short_at
 from drumline.core.model import TEMPLATES
 from drumline.core.redact import plain, withhold
@@ -156,9 +156,6 @@ class Draft:
 def drafted(text: str, name: str, base: Path, over: Sheet | None = None, folder: Path | None = None, lenient: bool = False) -> Draft:
     """The values of a config, Drumline's or another tool's. `base`: the folder that it lies in; `folder`: that of a new config; `lenient`:
     what Drumline lacks is a note and no error."""
-    from drumline.compat import translate
-    from drumline.compat.overlay import lay
-
     values, lines = read_yaml(text, name)
     if values is None:
         raise ConfigError("the file is empty", where=name, fix="it needs at least data: rows.jsonl")
@@ -166,11 +163,16 @@ def drafted(text: str, name: str, base: Path, over: Sheet | None = None, folder:
         what = "a list" if isinstance(values, list) else f"only {values!r}"
         raise ConfigError(f"holds {what}, not keys and values", where=f"{name}:1", fix="write `key: value` lines")
     draft = Draft(name, values, lines)
-    if (new := translate(values, lines, name, base, folder or base, lenient)) is not None:
-        draft = Draft(name, new.values, {}, new.set_at, notes=new.notes, resume=new.resume, old=True)
+    if not is_own(values):
+        from drumline.compat import translate
+
+        if (new := translate(values, lines, name, base, folder or base, lenient)) is not None:
+            draft = Draft(name, new.values, {}, new.set_at, notes=new.notes, resume=new.resume, old=True)
     if "data" in draft.values:
         draft.values["data"] = in_full(draft.values["data"], base)
     if over is not None:
+        from drumline.compat.overlay import lay
+
         draft.set_at = {**lay(draft.values, over, draft.where), **draft.set_at}
         draft.notes += over.notes
     return draft

@@ -30,13 +30,14 @@ FORMATS = {"adamw_8bit": (8, 256), "adamw_4bit": (4, 128)}  # bits of an entry o
 class Kind:
     """`slots`: fp32 numbers that it keeps of an entry, at most. `moved`: bytes of an entry that a step reads and writes, fused and not;
     `copies`: of the largest tensor, fp32 copies that a step makes. `package`: that it needs besides torch. `drifts`: copies of the model
-    that exchange weights now and then may each have one of their own."""
+    that exchange weights now and then may each have one of their own. `sends`: a step needs more of a weight than a rank may have."""
 
     slots: int
     moved: tuple[int, int]
     copies: int
     package: str = ""
     drifts: bool = False
+    sends: bool = False
 
 
 # Bytes moved by one kernel: AdamW reads weight, gradient and both moments and writes three; SGD with momentum reads three and writes two.
@@ -47,8 +48,8 @@ KINDS = {
     "lion": Kind(1, (32, 32), 1, drifts=True),
     "adamw_8bit": Kind(2, (16, 60), 6, "torchao"),
     "adamw_4bit": Kind(2, (14, 60), 6, "torchao"),
-    "adafactor": Kind(1, (40, 40), 3),
-    "muon": Kind(2, (40, 40), 3),
+    "adafactor": Kind(1, (40, 40), 3, sends=True),
+    "muon": Kind(2, (40, 40), 3, sends=True),
     "schedule_free": Kind(2, (60, 60), 2, "schedulefree"),
 }
 

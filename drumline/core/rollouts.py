@@ -12,6 +12,7 @@ from drumline.core.algorithm import AuxiliaryModel, ChunkedSpec, HeadOutput
 from drumline.core.data import PROMPT_FORMS, Forms
 from drumline.core.model import Model
 from drumline.core.section import KIND_ALONE, MOST_SAMPLES, MOST_WEIGHT, Above0, Amount, Count, PathText, Seconds, Section, Steps, Weight
+from drumline.errors import DataError
 
 if TYPE_CHECKING:
     from drumline.core.config import Config
@@ -175,6 +176,13 @@ class RewardFailureConfig(Section):
     share: float = Field(0.5, gt=0, le=1, description="A rollout fails where at least this part of its episodes got no reward.")
     rollouts: int = Field(3, gt=0, le=10_000, description="The action is taken after this many failed rollouts in a row.")
     action: Literal["stop", "continue"] = Field("stop", description="stop: end the run (exit code 3) with the reasons; continue: go on.")
+
+
+def require_room(new: int, max_length: int) -> None:
+    """Raises DataError where completions of `new` tokens leave none of a row for its prompt."""
+    if new >= max_length:
+        what = f"data.max_length {max_length} leaves no room for a prompt before max_new_tokens {new}"
+        raise DataError(what, where="data.max_length", fix="raise it, or lower algorithm.generator.max_new_tokens")
 
 
 class RolloutSpec(ChunkedSpec):

@@ -51,7 +51,8 @@ def no_option(options: str, reason: str, instead: str) -> tuple[Refusal, ...]:
 
 def packed_bits(config: Config) -> int:
     """Bits of an entry of the linear layers of blocks, which QLoRA packs; 0 where it does not."""
-    return {"4bit": 4, "8bit": 8}.get(getattr(config.adapter, "quantize", "none"), 0)
+    adapter = config.adapter
+    return {"4bit": 4, "8bit": 8}.get(adapter.quantize, 0) if adapter.kind == "lora" else 0
 
 
 def sees(case: Case) -> bool:

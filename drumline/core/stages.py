@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache, partial
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 from drumline.core.facts import ModelFacts
@@ -57,11 +58,13 @@ def in_flight(mesh: Mesh, strategy: StrategySpec) -> int:
 
 
 def bubble(schedule: str, ranks: int, per_rank: int, micro_batches: int) -> float:
-    """The part of a step in which a rank waits, were all stages equally fast and messages free (Narayanan et al. 2021, section 2.2).
-    zero_bubble is bounded by interleaved: what it fills depends on how long the weights' gradients take."""
+    """The part of a step in which a rank waits, were all stages equally fast and messages free (Narayanan et al. 2021, section 2.2). Fewer
+    micro-batches than ranks are at as few ranks at once, in every round of the stages. zero_bubble is bounded by interleaved: what it fills
+    depends on how long the weights' gradients take."""
     if schedule == "model_parallel":
         return (ranks - 1) / ranks
-    return (ranks - 1) / (per_rank * micro_batches + ranks - 1)
+    waits = per_rank * max(0, ranks - micro_batches) + min(ranks, micro_batches) - 1
+    return waits / (per_rank * micro_batches + waits)
 
 
 def _require_micro_batches(schedule: str, ranks: int, number: int) -> None:
@@ -105,8 +108,13 @@ def _cut_model(facts: ModelFacts, stages: int) -> tuple[Range, ...]:
 
 def balance(cost: Callable[[int, int], Cost], blocks: int, stages: int) -> tuple[Range, ...]:
     """Cut [0, blocks) into `stages` neighbouring parts, none empty: the slowest as fast as can be; of equally fast cuts the one whose
-    largest part holds least; of those the most even. Three rounds of dynamic programming, O(stages · blocks²) each."""
-    table = {(i, j): cost(i, j) for i in range(blocks) for j in range(i + 1, blocks + 1)}
+    largest part holds least; of those the most even. Three rounds of dynamic programming, O(stages · blocks²) each, over the parts that
+    are no slower than those of equal numbers of blocks. A part takes no less than any part of it."""
+    most = EQUAL * max(cost(*part).flops for part in pairwise(blocks * stage // stages for stage in range(stages + 1)))
+    table = dict[Range, Cost]()
+    for first in range(blocks):
+        costs = ((stop, cost(first, stop)) for stop in range(first + 1, blocks + 1))
+        table |= {(first, stop): c for stop, c in takewhile(lambda each: each[1].flops <= most, costs)}
     slowest, _ = _best({k: c.flops for k, c in table.items()}, max, blocks, stages)
     fast = {k: c for k, c in table.items() if c.flops <= slowest * EQUAL}
     largest, _ = _best({k: c.parameters for k, c in fast.items()}, max, blocks, stages)

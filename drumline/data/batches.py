@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from drumline.core.plan import Plan
 from drumline.data.cache import Segment, TokenCache
 
 Tokens = npt.NDArray[np.int64]
+Parts = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # tokens of a prompt, and of what follows it
 IGNORE = -100  # a target that carries no loss, as torch's cross_entropy has it
 FILLER_WIDTH = 2
 
@@ -61,6 +62,49 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class SharedPrompts(Batch):
+    """The tokens of a batch whose rows have prompts in common, each prompt once: R rows of W tokens, a prompt and behind it its
+    completions, each of which sees itself and the prompt. So fewer tokens give the same numbers. `places_BT` int64: where each token of
+    the batch stands in all R × W; for padding anywhere."""
+
+    input_ids_BT: torch.Tensor
+    position_ids_BT: torch.Tensor
+    documents: tuple[tuple[int, ...], ...]
+    bounds_N: torch.Tensor
+    places_BT: torch.Tensor
+    branches: ClassVar[bool] = True
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
+
+
+def shared_prompts(rows: Sequence[Parts | None], pad_id: int, width: int) -> SharedPrompts | None:
+    """Of rows of a prompt and a completion, `width` tokens wide (None: a filler). None where no two have the same prompt."""
+    groups: dict[bytes, list[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]]] = {}
+    for row, parts in enumerate(rows):
+        if parts is not None:
+            groups.setdefault(parts[0].tobytes(), []).append((row, *parts))
+    if all(len(group) == 1 for group in groups.values()):
+        return None
+    lines = [[group[0][1], *(completion for _, _, completion in group)] for group in groups.values()]
+    wide = max(sum(map(len, line)) for line in lines)
+    ids, positions = np.full((len(lines), wide), pad_id, np.int64), np.zeros((len(lines), wide), np.int64)
+    places = np.zeros((len(rows), width), np.int64)
+    for index, (line, group) in enumerate(zip(lines, groups.values(), strict=True)):
+        start = prompt = len(line[0])
+        ids[index, : sum(map(len, line))] = np.concatenate(line)
+        positions[index, :prompt] = np.arange(prompt)
+        for row, _, completion in group:
+            stop, length = start + len(completion), prompt + len(completion)
+            positions[index, start:stop] = np.arange(prompt, length)
+            places[row, :length] = index * wide + np.concatenate((np.arange(prompt), np.arange(start, stop)))
+            start = stop
+    documents = tuple(tuple(len(part) for part in line if len(part)) for line in lines)
+    ids_BT, positions_BT, places_BT = map(torch.from_numpy, (ids, positions, places))
+    return SharedPrompts(ids_BT, positions_BT, documents, bounds(documents, wide), places_BT)
+
+
+@dataclass(frozen=True)
 class TokenBatch(Batch):
     """One micro-batch; all tensors int64 [B, T].
 
@@ -71,7 +115,7 @@ class TokenBatch(Batch):
 
     What the host would have to wait for a device to count, it counts here: `documents`, the lengths of each row's segments; `bounds_N`
     int32, where they begin in all rows end to end, padding as a segment of its own, B × T last; `learned_M` int64, the places of targets
-    in them. None: not known, as where a batch was cut.
+    in them. None: not known, as where a batch was cut. `shared`: the same tokens, where rows have prompts in common.
     """
 
     input_ids_BT: torch.Tensor
@@ -82,6 +126,7 @@ class TokenBatch(Batch):
     documents: tuple[tuple[int, ...], ...] | None = field(default=None, kw_only=True)
     bounds_N: torch.Tensor | None = field(default=None, kw_only=True)
     learned_M: torch.Tensor | None = field(default=None, kw_only=True)
+    shared: SharedPrompts | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.lengths_B is None:  # nothing is padding
@@ -174,12 +219,21 @@ def pair_batch(
     """A batch of the chosen and the rejected segment of each pair; None for a filler."""
     rows = [None if pair is None else pair[side : side + 1] for side in (0, 1) for pair in pairs]
     fields: dict[str, Any] = vars(collate(rows, pad_id, width))
+    if width is None:
+        parted = [None if row is None else _parted(*row[0]) for row in rows]
+        fields["shared"] = shared_prompts(parted, pad_id, fields["input_ids_BT"].shape[1])
     fields["lengths_B"] = torch.tensor([FILLER_WIDTH if row is None else len(row[0][0]) for row in rows])
     fields["real_P"] = torch.tensor([float(pair is not None) for pair in pairs])
     fields["samples_P"] = torch.tensor(samples, dtype=torch.int64)
     fields["weight"] = sum(pair is not None for pair in pairs)
     fields["margin_P"] = torch.tensor([meta.get("margin", math.nan) for meta in metas], dtype=torch.float32)
     return PairBatch(**fields)
+
+
+def _parted(tokens: npt.NDArray[Any], learn: npt.NDArray[Any]) -> Parts:
+    """What stands before the first target, and the rest."""
+    first = max(1, int(np.argmax(learn)))
+    return tokens[:first], tokens[first:]
 
 
 def learned_pairs(rows: int, length: int) -> PairBatch:
@@ -308,7 +362,7 @@ class EpisodeBatch(TokenBatch):
 def collate_episodes(episodes: Episodes, picks: Sequence[int], pad_id: int, width: int | None) -> EpisodeBatch:
     """A batch of the episodes with indices `picks` (-1: a filler of weight 0), padded to `width` tokens; None: to the longest."""
     lengths = [FILLER_WIDTH if pick < 0 else len(episodes.prompts[pick]) + len(episodes.completions[pick]) for pick in picks]
-    width = max(FILLER_WIDTH, *lengths) if width is None else width
+    own_width, width = width is None, max(FILLER_WIDTH, *lengths) if width is None else width
     rows: list[Any] = [None] * len(picks)
     spread: dict[str, Any] = {name: torch.zeros(len(picks), width) for name in _NUMBERS}
     for row, pick in enumerate(picks):
@@ -321,6 +375,9 @@ def collate_episodes(episodes: Episodes, picks: Sequence[int], pad_id: int, widt
             into[row, start - 1 : start - 1 + size] = getattr(episodes, _NUMBERS[name])[pick, :size]
     fields: dict[str, Any] = vars(collate(rows, pad_id, width)) | {"lengths_B": torch.tensor(lengths)}
     fields["weight"] = sum((float(episodes.weight_N[pick]) for pick in picks if pick >= 0), 0.0)
+    if own_width:
+        pairs = [(episodes.prompts[pick], episodes.completions[pick]) if pick >= 0 else None for pick in picks]
+        fields["shared"] = shared_prompts(pairs, pad_id, width)
     return EpisodeBatch(**fields, **spread)
 
 

@@ -10,6 +10,7 @@ from drumline.core.config import Config
 from drumline.core.data import Source
 from drumline.core.mixing import epoch_counts
 from drumline.core.plan import DataIdentity, DataPlan, SourcePlan
+from drumline.core.rollouts import require_room
 from drumline.data.blocks import Maker, read_ledger
 from drumline.data.cache import TokenCache, left_out, read_info, verify
 from drumline.data.fingerprint import cache_key, identify
@@ -60,9 +61,7 @@ def _tasks(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision |
     root = cache_dir() / "data" if data.cache_dir is None else Path(data.cache_dir).expanduser().absolute()
     if data.eval and data.holdout:
         raise ConfigError("data.holdout and data.eval are two ways to say the same", where="data.holdout", fix="keep one of them")
-    if (new := config.algorithm.new_tokens) >= data.max_length:
-        what = f"data.max_length {data.max_length} leaves no room for a prompt before max_new_tokens {new}"
-        raise DataError(what, where="data.max_length", fix="raise it, or lower algorithm.generator.max_new_tokens")
+    require_room(config.algorithm.new_tokens, data.max_length)
 
     def folder(sources: list[Source], role: str) -> Path:
         return root / cache_key(config, sources, role, tokenizer_path, base_dir, vision)

@@ -13,7 +13,7 @@ from drumline.doctor.check import Host, table
 from drumline.doctor.diagnose import STDIN, Finding, diagnose, rank_without_log
 from drumline.doctor.host import Question, examine
 from drumline.doctor.hosts import all_reduce, compared, examined
-from drumline.errors import UserError
+from drumline.errors import UserError, printable
 from drumline.hardware.detect import detect
 
 CPU_RANKS = 2
@@ -65,7 +65,7 @@ def as_text(findings: Sequence[Finding], silent: Sequence[int] = ()) -> str:
         lines += [f"    mend      {finding.signature.mend}", ""]
     if silent:
         lines += [f"! no log of rank {', '.join(map(str, silent))} in the newest attempt: it never started", ""]
-    return "\n".join(lines or ["✓ no signature of a fault was found"]).rstrip()
+    return printable("\n".join(lines or ["✓ no signature of a fault was found"]).rstrip())
 
 
 # ----------------------------------------------------------------------------------------------------------------- before a run

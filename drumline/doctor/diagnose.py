@@ -13,13 +13,15 @@ from pathlib import Path
 from statistics import median
 from typing import BinaryIO
 
+from drumline.core.files import numbered
 from drumline.core.redact import redact
 from drumline.doctor.signatures import Signature, signatures
 from drumline.errors import UserError
 from drumline.foreign import open_plain, read_object
-from drumline.telemetry.events import Step, read, unread
+from drumline.telemetry.events import Step, examined, read
 
 STDIN = "-"
+MOST_RANKS = 2**17
 PIECE = 2**22  # bytes that are searched at once
 SHOWN = 300  # characters of a line of evidence
 LOGS = {".log", ".out", ".err", ".txt"}
@@ -213,7 +215,7 @@ def _damage(run: Path) -> Iterator[tuple[Signature, re.Match[str], Evidence]]:
             read_object(run / "plan.json", UserError, numbers=False)
     except UserError as error:
         yield from _own(f"a record is damaged: {error.what}", run / "plan.json", 1)
-    if lines := unread(run / "events.jsonl"):
+    if lines := [number for number, _, sound in examined(run / "events.jsonl") if not sound]:
         text = f"a record is damaged: {len(lines):,} lines cannot be read, the first is {lines[0]:,}"
         yield from _own(text, run / "events.jsonl", lines[0])
 
@@ -241,9 +243,9 @@ def _slow_loader(events: Path) -> Iterator[tuple[Signature, re.Match[str], Evide
 def rank_without_log(run: Path) -> list[int]:
     """Ranks of the plan that wrote no log in the newest attempt, though others did."""
     try:
-        world = prod(read_object(run / "plan.json", UserError)["mesh"].values())
-    except (UserError, KeyError, TypeError, AttributeError):
+        world = int(prod(read_object(run / "plan.json", UserError)["mesh"].values()))
+    except (UserError, KeyError, TypeError, ValueError, OverflowError, AttributeError):
         return []
-    attempts = sorted((run / "logs").glob("attempt-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    there = {int(path.stem.removeprefix("rank-")) for path in attempts[-1].rglob("rank-*.log")} if attempts else set()
-    return [rank for rank in range(world) if rank not in there] if there else []
+    attempts = [*numbered(run / "logs", "attempt-").values()]
+    there = {rank for folder in (attempts[-1], *attempts[-1].glob("*/")) for rank in numbered(folder, "rank-")} if attempts else set()
+    return [rank for rank in range(min(world, MOST_RANKS)) if rank not in there] if there else []

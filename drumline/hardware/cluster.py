@@ -152,8 +152,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """nodes × per_node equal devices. `host_memory_bytes` of one host, None: not known. `found`: it is this machine; `notes`: assumptions,
-    for the user."""
+    """nodes × per_node equal devices. `pod`: hosts that reach each other at the full rate, None: all; its links to other pods carry what
+    they send divided by `oversubscription`. `host_memory_bytes` of one host, None: not known. `found`: it is this machine; `notes`:
+    assumptions, for the user."""
 
     device: DeviceSpec
     per_node: int
@@ -166,6 +167,8 @@ class Cluster:
     mtbf_hours: float | None = None
     restart_seconds: float | None = None
     repair_hours: float = 24.0
+    pod: int | None = None
+    oversubscription: float = 1.0
     found: bool = False
     calibration: Calibration = field(default_factory=Calibration)
     notes: tuple[str, ...] = ()
@@ -199,14 +202,16 @@ class Cluster:
         line = self.calibration.disk.get(direction)
         return bytes_ / DISK[direction] if line is None or bytes_ <= 0 else line.seconds(bytes_)
 
-    def collective_seconds(self, kind: Collective, volume: float, ranks: int, per_node: int | None = None) -> float:
+    def collective_seconds(
+        self, kind: Collective, volume: float, ranks: int, per_node: int | None = None, per_pod: int | None = None
+    ) -> float:
         """Seconds of one collective on a large tensor, in the ring algorithm; 0 with one rank alone.
 
-        `volume`: what a rank sends, as `telemetry.traffic` counts it; `ranks`: of the group, of which `per_node` share a host
-        (None: as many as fit). On one host what was measured goes before the link's datasheet. Over several hosts a ring leaves
-        each host once, and all groups that cross at the same time share its network card; pairs of an all-to-all cross each on
-        their own. NCCL has faster ways for some (trees for small tensors, reductions in the NVSwitch: 482 GB/s for 368 on 8×H200), so
-        this errs to the slow side.
+        `volume`: what a rank sends, as `telemetry.traffic` counts it; `ranks`: of the group, of which `per_node` share a host and
+        `per_pod` a pod (None: as many as fit). On one host what was measured goes before the link's datasheet. Over several hosts a
+        ring leaves each host once, and all groups that cross at the same time share its network card, as pods share their links to
+        others; pairs of an all-to-all cross each on their own. NCCL has faster ways for some (trees for small tensors, reductions in
+        the NVSwitch: 482 GB/s for 368 on 8×H200), so this errs to the slow side.
         """
         if ranks < 2 or volume <= 0:
             return 0.0
@@ -217,16 +222,26 @@ class Cluster:
             if line is not None:
                 return line.seconds(volume)
             return BASE_LATENCY + steps * self.intra.latency + volume / self.intra.reached(ranks)
-        if kind == "all_to_all":
-            leaving = self.per_node * volume * (ranks - together) / (ranks - 1)
-        else:
-            leaving = volume * max(1.0, self.per_node / together)
-        across = leaving / self.inter.reached(ranks)
+        across = self._leaving(kind, volume, ranks, together, self.per_node) / self.inter.reached(ranks)
+        if self.pod is not None and self.oversubscription > 1:
+            devices = self.pod * self.per_node
+            near = min(ranks, devices if per_pod is None else per_pod)
+            uplinks = self.pod * self.inter.reached(ranks) / self.oversubscription
+            across = max(across, self._leaving(kind, volume, ranks, near, devices) / uplinks)
         measured = self.calibration.line(kind, together)
         within = volume / (measured.bandwidth if measured else self.intra.reached(together)) if together > 1 else 0.0
         outside = min(steps, ring_steps(kind, -(-ranks // together)))
         latency = outside * self.inter.latency + (steps - outside) * self.intra.latency
         return BASE_LATENCY + latency + max(across, within)
+
+    @staticmethod
+    def _leaving(kind: Collective, volume: float, ranks: int, together: int, devices: int) -> float:
+        """Bytes that leave so many neighbouring devices, where each is in such a group, of which `together` ranks are neighbours."""
+        if together >= ranks:
+            return 0.0
+        if kind == "all_to_all":
+            return devices * volume * (ranks - together) / (ranks - 1)
+        return volume * max(1.0, devices / together)
 
 
 def nearest(products: Sequence[Product], rows: int, width: int) -> Product:

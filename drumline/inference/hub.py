@@ -12,7 +12,7 @@ from rich.console import Console
 from drumline.core.explain import size
 from drumline.core.plan import Plan
 from drumline.core.redact import REDACTED
-from drumline.errors import EnvironmentFault, UserError
+from drumline.errors import EnvironmentFault, UserError, printable
 from drumline.foreign import first_line
 from drumline.inference.card import card
 from drumline.models.export import PROVENANCE, exported
@@ -44,7 +44,7 @@ def push(run: Path, to: str, private: bool, adapter: bool, dry_run: bool, trust:
     if dry_run:
         for name, path in files.items():
             print(f"{size(path.stat().st_size):>12}  {name}")
-        print(f"{size(len(text.encode())):>12}  README.md\n\n{text}\nnothing was sent to {api.endpoint}/{to}")
+        print(f"{size(len(text.encode())):>12}  README.md\n\n{printable(text)}\nnothing was sent to {api.endpoint}/{to}")
         return
     with _refused(token):
         url = _send(api, to, private, {**files, "README.md": text.encode()}, run.name)

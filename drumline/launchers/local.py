@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from drumline.core.files import following, numbered
 from drumline.core.launcher import OnOutOfMemory
 from drumline.core.plan import Plan
 from drumline.core.process import tied
@@ -19,7 +20,7 @@ from drumline.hardware.detect import detect, free_bytes
 from drumline.launchers.environment import listen
 from drumline.launchers.hangs import write_stacks
 from drumline.launchers.postmortem import RankEnd, Restarts, exhausted, report, root_cause
-from drumline.telemetry.events import Emit, Eval, Event, EventLog, Fault, Restore, Save, Step, following, read, tail
+from drumline.telemetry.events import Emit, Eval, Event, EventLog, Fault, Restore, Save, Step, read, tail
 from drumline.telemetry.watched import Hang
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def furthest_step(run_dir: Path) -> int:
 
 def next_attempt(run_dir: Path) -> int:
     """Attempts are counted over all launches into this run folder."""
-    return max((int(path.name.removeprefix("attempt-")) for path in (run_dir / "logs").glob("attempt-*")), default=-1) + 1
+    return max(numbered(run_dir / "logs", "attempt-"), default=-1) + 1
 
 
 def _progress(events_path: Path, past: int) -> tuple[int, int]:

@@ -3,16 +3,17 @@ of one is in its folder: the lease, the events, the logs, and the number of its 
 
 from __future__ import annotations
 
-import re
+import io
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from drumline.core.files import numbered
 from drumline.core.redact import redact
 from drumline.core.signals import LEFT, LauncherSignals
-from drumline.errors import DrumlineError, UserError
-from drumline.foreign import read_object
+from drumline.errors import DrumlineError, UserError, printable
+from drumline.foreign import open_plain, read_object
 from drumline.launchers import lease
 from drumline.launchers.kubernetes.runs import EXPERIMENTAL, NOTE, Submitted, submitted
 from drumline.launchers.slurm import queue
@@ -21,7 +22,6 @@ from drumline.telemetry.events import Emit, Event, Fault, RunEnd, Step, last, la
 LOOK_SECONDS = 0.5
 STOP_SECONDS = 30.0  # between two lines while a run saves
 TAKEOVER_SECONDS = 60.0  # for another host to follow a launcher that died, where hosts come and go
-ATTEMPT = re.compile(r"attempt-(\d{1,9})")
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def _name(run: Path, holder: lease.Holder | None, events: list[Event]) -> str:
         return "queued"
     ends = [event for event in events if isinstance(event, RunEnd | Fault | Step)]
     if ends and isinstance(ends[-1], RunEnd):
-        return ends[-1].status
-    if ends and isinstance(ends[-1], Fault) and ends[-1].action.startswith("stop"):
+        return str(ends[-1].status)
+    if ends and isinstance(ends[-1], Fault) and str(ends[-1].action).startswith("stop"):
         return "failed"
     return "lost" if holder is not None or ends else "not started"
 
@@ -92,7 +92,7 @@ def print_logs(run: Path, rank: int | None) -> None:
     if (there := require_run(run)) is not None:
         there.print_logs(rank)
         return
-    attempts = {int(match[1]): path for path in (run / "logs").glob("attempt-*") if (match := ATTEMPT.fullmatch(path.name))}
+    attempts = numbered(run / "logs", "attempt-")
     files = sorted(attempts[max(attempts)].glob("rank-*.*"), key=_order) if attempts else []
     found = [path for path in files if path.suffix in (".out", ".log") and path.is_file() and rank in (None, _order(path)[0])]
     if not found:
@@ -100,9 +100,9 @@ def print_logs(run: Path, rank: int | None) -> None:
         raise UserError(what, where=str(run / "logs"), fix="under torchrun, srun and mpirun ranks print where that program does")
     for path in found:
         label = "" if rank is not None else f"rank {_order(path)[0]} | "
-        with path.open(errors="replace") as file:
-            for line in file:
-                print(f"{label}{redact(line.rstrip())}")
+        with open_plain(path, UserError) as file:
+            for line in io.TextIOWrapper(file, encoding="utf-8", errors="replace"):
+                print(f"{label}{printable(redact(line.rstrip()))}")
     if not any(path.stat().st_size for path in found):
         print("nothing was printed" + (" by any rank" if rank is None else f" by rank {rank}"), file=sys.stderr)
 
@@ -174,8 +174,9 @@ def _wait_for_end(run: Path, token: str) -> None:
 
 def table(found: list[State]) -> str:
     """Lines of `drumline ps`."""
-    rows = [("RUN", "STATE", "STEP", "LAST EVENT", "WHERE")]
+    rows: list[tuple[str, ...]] = [("RUN", "STATE", "STEP", "LAST EVENT", "WHERE")]
     rows += [(str(each.run_dir), each.state, str(each.step or "-"), f"{_duration(each.age)} ago", each.where) for each in found]
+    rows = [tuple(printable(cell.replace("\n", " ")) for cell in row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 

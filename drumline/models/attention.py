@@ -37,12 +37,13 @@ _batch: ContextVar[Any] = ContextVar("batch")  # the one that a model runs on
 
 class Documents:
     """What a layer attends to, in the place of a mask: each token to its own document, and of that, with `causal`, to what stands up to
-    it, with `window` only to the nearest so many tokens. `lengths`: of each row's documents, without padding."""
+    it, with `window` only to the nearest so many tokens. `lengths`: of each row's documents, without padding. `branches`: each document
+    goes on from the first of its row, which it sees."""
 
     def __init__(self, batch: Any, causal: bool, window: int | None) -> None:
         self.lengths: tuple[tuple[int, ...], ...] = batch.documents
         self.bounds_N: Tensor = batch.bounds_N  # int32[N + 1]: where documents begin in all rows end to end; the last is B × T
-        self.causal, self.window = causal, window
+        self.causal, self.window, self.branches = causal, window, getattr(batch, "branches", False)
         self.width = batch.input_ids_BT.shape[1]
         self.longest = max(max(row, default=0) for row in [*self.lengths, [self.width - sum(row) for row in self.lengths]])
 
@@ -137,7 +138,7 @@ def attention(
         return made
     cap = options.get("softcap")
     own = options.get("dropout") or (before == "eager" and cap is None)  # sinks, for one
-    if kernel != "documents" and not own and _works(kernel, query.device, query.dtype, query.shape[-1]):
+    if kernel != "documents" and not own and not attention_mask.branches and _works(kernel, query.device, query.dtype, query.shape[-1]):
         return KERNELS[kernel](query, key, value, attention_mask, options.get("scaling"), cap), None
     # sdpa has no soft caps, and none of what a class without sdpa does besides.
     additive = before == "eager" or cap is not None
@@ -157,8 +158,10 @@ def one_by_one(
     for of_documents, *of_row in zip(documents.lengths, query.split(1), key.split(1), value.split(1), strict=True):
         lengths = of_documents or (documents.width,)
         padding = documents.width - sum(lengths)
-        parts = (tensor.split([*lengths, padding], 2)[: len(lengths)] for tensor in of_row)
-        made = [out for part in zip(*parts, strict=True) for out in _of_one(whole, documents, additive, options, *part)]
+        queries, *seen = (tensor.split([*lengths, padding], 2)[: len(lengths)] for tensor in of_row)
+        if documents.branches:
+            seen = [(first, *(torch.cat([first, part], 2) for part in rest)) for first, *rest in seen]
+        made = [out for part in zip(queries, *seen, strict=True) for out in _of_one(whole, documents, additive, options, *part)]
         if padding:
             made.append(query.new_zeros(1, padding, query.shape[1], value.shape[-1]))
         rows.append(torch.cat(made, 1) if len(made) > 1 else made[0])
@@ -168,16 +171,18 @@ def one_by_one(
 def _of_one(
     whole: Callable[..., Any], documents: Documents, additive: bool, options: dict[str, Any], query: Tensor, key: Tensor, value: Tensor
 ) -> Iterator[Tensor]:
-    """A document's attention, with a window in stretches of so many queries, each with the keys that they see."""
-    length, window = query.shape[2], documents.window
-    if window is None or window >= length:
-        allowed = band(length, length, 0, None, query, additive) if additive and documents.causal else None
-        yield whole(query, key, value, allowed, **options | {"is_causal": documents.causal})[0]
+    """A document's attention, with a window in stretches of so many queries, each with the keys that they see. Keys before its own are
+    those of what it goes on from."""
+    length, keys, window = query.shape[2], key.shape[2], documents.window
+    before = keys - length
+    if window is None or window >= keys:
+        allowed = band(length, keys, before, None, query, additive) if (additive or before) and documents.causal else None
+        yield whole(query, key, value, allowed, **options | {"is_causal": documents.causal and not before})[0]
         return
-    for start in range(0, length, window):
-        stop, first = min(start + window, length), max(0, start - window + 1)
+    for start in range(before, keys, window):
+        stop, first = min(start + window, keys), max(0, start - window + 1)
         allowed = band(stop - start, stop - first, start - first, window, query, additive)
-        part = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
+        part = query[:, :, start - before : stop - before], key[:, :, first:stop], value[:, :, first:stop]
         yield whole(*part, allowed, **options | {"is_causal": False})[0]
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from drumline.core.attention import by_documents
 from drumline.core.rules import NO_PACKS
 from drumline.dist.mesh import first_row
 from drumline.models import kernels
@@ -163,6 +164,20 @@ def require_next_token(model: Any, device: str, packed: bool) -> None:
         raise NO_PACKS.error(f"{type(model).__name__} does not keep the documents of a pack apart")
 
 
+def shares_prompts(model: Any, device: str) -> bool:
+    """Whether completions behind one prompt have the numbers that each has behind a prompt of its own. Tried with eight tokens: a prompt of
+    four, and two completions. Not of a mixture that trains its router, whose loss counts the tokens of rows."""
+
+    def trial(small: Any, ids_BT: torch.Tensor) -> bool:
+        positions_BT = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 4]], device=ids_BT.device)
+        with attending(small, Tokens(ids_BT, positions_BT, documents=((4, 3, 1),), branches=True)) as inputs:
+            both = small(**inputs, use_cache=False).logits
+        rows = [small(input_ids=ids, use_cache=False).logits for ids in (ids_BT[:, :7], ids_BT[:, [0, 1, 2, 3, 7]])]
+        return close(both, torch.cat([rows[0], rows[1][:, 4:]], 1))
+
+    return by_documents(model) and not trains_router(model) and try_small(model, device, trial)
+
+
 def any_batch(model: Any, device: Any, side: int | None = None) -> Any:
     """A batch that runs all of a model: eight tokens, for a vision-language model with an image, for an image model a grey image."""
     if reads_images(model):
@@ -173,7 +188,8 @@ def any_batch(model: Any, device: Any, side: int | None = None) -> Any:
 
 def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, sequence: SequencePart | None = None) -> Outputs:
     """The outputs of a model for a batch, or for this rank's part. Documents are kept apart by their lengths (`models.attention`), or else
-    by the block-diagonal mask that transformers makes from positions, which restart at each document of a pack."""
+    by the block-diagonal mask that transformers makes from positions, which restart at each document of a pack. Prompts that rows have in
+    common run once where that was found to be the same (`shares_prompts`)."""
     if ends_in_classes(model):
         return Outputs(logits_BC=class_logits(model, batch, sequence))
     score, parts = score_head(model), parts or score_parts(model)
@@ -184,7 +200,8 @@ def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, s
             # that of tensor parallelism, which makes the input a DTensor.
             note = lambda _module, inputs: seen.append(inputs[0])  # noqa: E731
             hooks.enter_context(model.get_output_embeddings().register_forward_pre_hook(note, prepend=True))
-        inputs = hooks.enter_context(attending(model, batch, sequence))
+        shared = getattr(batch, "shared", None) if parts and sequence is None and getattr(model, "_drumline_shares", False) else None
+        inputs = hooks.enter_context(attending(model, shared or batch, sequence))
         inputs |= {"output_router_logits": True} if trains_router(model) else {}
         made = (model if parts is None else parts[0])(**inputs, use_cache=False)
     learned_M = getattr(batch, "learned_M", None)
@@ -193,7 +210,8 @@ def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, s
     known = Outputs(score=score, sequence=sequence, router_logits=routers, fused=fused, targets=targets)
     if parts is None:
         return replace(known, logits_BTV=made.logits, hidden_BTD=seen[0] if seen else None)
-    known, head = replace(known, hidden_BTD=made.last_hidden_state), parts[1]
+    hidden_BTD = made.last_hidden_state
+    known, head = replace(known, hidden_BTD=hidden_BTD.flatten(0, 1)[shared.places_BT] if shared else hidden_BTD), parts[1]
     if head is score:
         return known
     weight, bias = head.weight, head.bias

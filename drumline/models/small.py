@@ -23,12 +23,13 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Tokens:
     """Token ids for trials: int64[B, T] each; `position_ids_BT` None: 0, 1, 2, … `images`: what the model is also called with. `documents`:
-    lengths in each row, which fill it."""
+    lengths in each row, which fill it; with `branches` each goes on from the first."""
 
     input_ids_BT: torch.Tensor
     position_ids_BT: Any = None
     images: dict[str, torch.Tensor] = field(default_factory=dict)
     documents: tuple[tuple[int, ...], ...] | None = None
+    branches: bool = False
 
     @property
     def bounds_N(self) -> torch.Tensor:  # noqa: N802 - as the fields of batches are called

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from drumline.core.cost import BLOCK, is_halved
 from drumline.core.strategy import Compression
 
+PIECE = 2**16  # entries
 # Its name from torch 2.13 on, and before.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -133,18 +134,29 @@ class Int8(Compressor):
 
 def encode(rows: torch.Tensor) -> torch.Tensor:
     """fp32[R, C] (C in whole blocks) → uint8[R, C + C / 64]: the codes of a row, and behind them its blocks' scales."""
-    blocks = rows.view(rows.shape[0], -1, BLOCK)
-    scales = blocks.abs().amax(-1, keepdim=True) / 127
-    codes = (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
-    return torch.cat([codes.flatten(1).view(torch.uint8), scales.flatten(1).view(torch.uint8)], 1)
+    packed = rows.new_empty((len(rows), rows.shape[1] + rows.shape[1] // (BLOCK // 4)), dtype=torch.uint8)
+    for values, codes, scales in _in_pieces(packed, rows):
+        torch.amax(values.abs(), -1, out=scales).div_(127)
+        codes.copy_((values / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_())
+    return packed
 
 
 def decode(packed: torch.Tensor) -> torch.Tensor:
     """The inverse of `encode`, up to rounding: fp32[R, C]."""
-    entries = packed.shape[1] * BLOCK // (BLOCK + 4)
-    codes = packed[:, :entries].view(torch.int8).unflatten(1, (-1, BLOCK))
-    scales = packed[:, entries:].contiguous().view(torch.float32)
-    return (codes * scales[..., None]).flatten(1)
+    rows = packed.new_empty((len(packed), packed.shape[1] * BLOCK // (BLOCK + 4)), dtype=torch.float32)
+    for values, codes, scales in _in_pieces(packed, rows):
+        values.copy_(codes).mul_(scales[:, None])
+    return rows
+
+
+def _in_pieces(packed: torch.Tensor, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Views: values fp32[N, BLOCK], codes int8[N, BLOCK], scales fp32[N]. On a CPU of so few blocks that they stay in its cache."""
+    columns = rows.shape[1]
+    piece = PIECE if rows.device.type == "cpu" else columns
+    for row, coded in zip(rows, packed, strict=True):
+        codes, scales = coded[:columns].view(torch.int8), coded[columns:].view(torch.float32)
+        for values, part, of_part in zip(row.split(piece), codes.split(piece), scales.split(piece // BLOCK), strict=True):
+            yield values.view(-1, BLOCK), part.view(-1, BLOCK), of_part
 
 
 def by_parameter(flat: torch.Tensor, parameters: list[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:

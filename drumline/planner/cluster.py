@@ -18,6 +18,7 @@ from drumline.hardware.detect import Machine
 FLOP_PER_CYCLE, CLOCK, CHANNEL = 32, 2.5e9, 25.6e9
 # A GPU that the catalog lacks is planned for as if it were this one, the slowest that has bf16.
 STAND_IN = "3090"
+MANY_NODES = 64  # from here on networks have switches over switches, which many hosts share
 
 
 def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int, calibration: Calibration | None = None) -> Cluster:
@@ -52,6 +53,8 @@ def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int
         mtbf_hours=described.mtbf_hours,
         restart_seconds=described.restart_seconds,
         repair_hours=described.repair_hours,
+        pod=described.pod,
+        oversubscription=described.oversubscription,
         found=base.found and described.nodes == 1 and per_node == base.per_node,
         calibration=measured,
         notes=(*base.notes, *network_assumed(described, described.nodes)),
@@ -81,11 +84,15 @@ def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
 
 
 def network_assumed(described: ClusterConfig | None, nodes: int) -> tuple[str, ...]:
-    """A note where nobody has set the link between several hosts: nothing matters more to plans on several hosts."""
-    if nodes == 1 or (described is not None and "inter" in described.model_fields_set):
-        return ()
-    inter = (described or ClusterConfig()).inter
-    return (f"cluster.inter is not set: {inter} between hosts is assumed; set what there is, such as cluster.inter=400Gb or 8x400Gb",)
+    """Notes where nobody has set the link between several hosts, since nothing matters more to plans on these, and where links are shared
+    that many hosts have between them."""
+    described, notes = described or ClusterConfig(), list[str]()
+    if nodes > 1 and "inter" not in described.model_fields_set:
+        usual = f"cluster.inter is not set: {described.inter} between hosts is assumed"
+        notes.append(f"{usual}; set what there is, such as cluster.inter=400Gb or 8x400Gb")
+    if nodes >= MANY_NODES and described.pod is None:
+        notes.append(f"cluster.pod is not set: no link between {nodes} hosts is taken to be congested; see cluster.oversubscription")
+    return tuple(notes)
 
 
 def found(machine: Machine, processes: int, calibration: Calibration | None = None) -> Cluster:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from drumline.core.load import Loaded, load_text, reader
 from drumline.core.model import ModelConfig
 from drumline.core.plan import DataPlan, RolePlan
 from drumline.core.registry import entry_points, package_of
+from drumline.core.rollouts import require_room
 from drumline.errors import ConfigError, DataError, ModelError, UserError
 from drumline.hardware.cluster import Cluster, calibration_for
 from drumline.hardware.detect import detect
@@ -129,6 +130,7 @@ def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
     question = assemble(config, policy, roles, data, cluster, may_install=not cluster.found)
     if not config.images_alone:
         shapes.check_length(question.facts.max_positions, config.data.max_length)
+        require_room(config.algorithm.new_tokens, config.data.max_length)
     return PlanRequest(question, (*notes, *cluster.notes), policy)
 
 
@@ -170,8 +172,7 @@ def roles_of(config: Config, policy: Found, find: Callable[[ModelConfig], Found]
 def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = False) -> Found:
     """The model of a folder, package or cached copy; else of the table of known shapes; else of the hub. `weights`: its files are needed,
     a shape is not enough. Raises ModelError."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.constants import HF_HUB_CACHE
 
     from drumline.models.files import PREFIX, resolve
 
@@ -193,12 +194,14 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
                 raise
             raise shapes.unknown(name, error.what) from None
         return Found(model, path)
-    try:
-        cached = try_to_load_from_cache(shapes.hub_id(name), "config.json", revision=model.revision)
-    except HFValidationError:  # the hub has no such names
-        cached = None
-    if isinstance(cached, str):
-        return Found(model, str(Path(cached).parent))
+    hub_id = shapes.hub_id(name)
+    if os.path.isdir(os.path.join(HF_HUB_CACHE, "--".join(("models", *hub_id.split("/"))))):  # noqa: PTH112, PTH118 - its name may be too long
+        from huggingface_hub import try_to_load_from_cache  # it takes 0.1 s
+        from huggingface_hub.errors import HFValidationError
+
+        with suppress(HFValidationError):  # the hub has no such names
+            if isinstance(cached := try_to_load_from_cache(hub_id, "config.json", revision=model.revision), str):
+                return Found(model, str(Path(cached).parent))
     return Found(shapes.with_config(known, model), None, f"{name} is not on this machine; its shape is known")
 
 

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
+from drumline.errors import printable
+
 OnProgress = Callable[[str, int, int | None], None]
 
 
@@ -21,7 +23,7 @@ def aside(display: bool) -> AbstractContextManager[OnProgress]:
 def notes(lines: Iterable[str]) -> None:
     """Print what the user should know on standard error."""
     for line in lines:
-        print(f"note: {line}", file=sys.stderr)
+        print(f"note: {printable(line)}", file=sys.stderr)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from drumline.core.redact import redact
-from drumline.errors import UserError
+from drumline.errors import UserError, printable
 from drumline.report.bars import notes
 from drumline.report.facts import APART, Points, RunFacts, short_names
 from drumline.report.sections import short
@@ -57,7 +57,7 @@ def compare(folders: list[Path]) -> None:
     console = Console(highlight=False)
     for name, side in (("A", a), ("B", b)):
         names = ", ".join(short_names(side)[:6]) + (f", … {len(side)} in all" if len(side) > 6 else "")
-        console.print(Text(redact(f"{name}  {names}  ({'one run' if len(side) == 1 else f'{len(side)} runs'})")))
+        console.print(Text(printable(redact(f"{name}  {names}  ({'one run' if len(side) == 1 else f'{len(side)} runs'})"))))
     notes(f"{run.name}: {problem}" for run in (*a, *b) for problem in run.problems)
     keys = [(key, *values) for key in dict.fromkeys(key for run in (*a, *b) for key in run.config) if (values := _values(key, a, b))]
     console.print(_table(["key", "A", "B"], keys) if keys else "\nno key of the config differs\n")
@@ -169,5 +169,5 @@ def _table(headers: list[str], rows: Sequence[tuple[str, ...]]) -> Table:
     for place, header in enumerate(headers):
         table.add_column(header, overflow="fold", ratio=None if place else 1)
     for row in rows:
-        table.add_row(*(Text(redact(cell)) for cell in row))
+        table.add_row(*(Text(printable(redact(cell))) for cell in row))
     return table

@@ -10,11 +10,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from drumline.core.files import UNFINISHED
+from drumline.core.files import numbered
 from drumline.core.redact import plain
 from drumline.errors import DrumlineError, UserError
 from drumline.foreign import read_object
 from drumline.telemetry import events
+from drumline.telemetry.damage import MOST
 from drumline.telemetry.truth import Comparison
 
 # Of a step, in the order of the page; what an algorithm has besides comes after the losses.
@@ -29,7 +30,7 @@ Points = list[tuple[int, float]]
 
 def number(value: Any) -> float | None:
     """A finite number, else None."""
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # no NaN passes, either
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST  # no NaN passes, either
     return float(value) if fits else None
 
 
@@ -109,10 +110,10 @@ class RunFacts:
         self.problems: list[str] = []
         self.plan = self._object("plan.json")
         self.config = flat(mapping(self.plan.get("config")))
-        found = events.read(folder / "events.jsonl")
-        self.events: list[dict[str, Any]] = [event.values() for event in found if number(event.t)]
-        if torn := self._lines() - len(self.events):
-            self.problems.append(f"{torn:,} of {torn + len(self.events):,} lines of events.jsonl could not be read and are left out")
+        lines = events.examined(folder / "events.jsonl")
+        self.events: list[dict[str, Any]] = [event.values() for _, event, _ in lines if event and event.t]
+        if damaged := sum(not (sound and event and event.t) for _, event, sound in lines):
+            self.problems.append(f"{damaged:,} of {len(lines):,} lines of events.jsonl could not be read, or not whole; that is left out")
         if not (folder / "events.jsonl").is_file():
             self.problems.append("there is no events.jsonl: the run never started, or the file was removed")
         elif not self.of("step"):
@@ -125,13 +126,6 @@ class RunFacts:
             self.problems.append(f"{name} is left out: {error.what}")
             return {}
         return value
-
-    def _lines(self) -> int:
-        path = self.folder / "events.jsonl"
-        if not path.is_file():
-            return 0
-        with path.open("rb") as file:
-            return sum(1 for line in file if line.strip())
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["kind"] == kind]
@@ -222,13 +216,11 @@ class RunFacts:
     def checkpoints(self) -> list[dict[str, Any]]:
         """A row for each that was saved: of its event, its manifest, and whether it is there."""
         there: dict[int, dict[str, Any]] = {}
-        for folder in sorted((self.folder / "checkpoints").glob("step-*")):
-            manifest, step = folder / "manifest.json", folder.name.removeprefix("step-")
-            if step.isdecimal() and len(step) < 16 and UNFINISHED not in folder.name:
-                try:
-                    there[int(step)] = mapping(read_object(manifest, UserError, numbers=False).get("manifest"))
-                except DrumlineError:
-                    there[int(step)] = {}
+        for step, folder in numbered(self.folder / "checkpoints", "step-").items():
+            try:
+                there[step] = mapping(read_object(folder / "manifest.json", UserError, numbers=False).get("manifest"))
+            except DrumlineError:
+                there[step] = {}
         saves = {event["step"]: event for event in self.of("save")}
         rows = []
         for at in sorted(saves.keys() | there.keys()):

@@ -17,6 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from drumline.core.redact import redact
+from drumline.errors import printable
 from drumline.report.waiting import Waits, duration
 from drumline.telemetry import events, watched
 
@@ -87,12 +89,21 @@ class Progress:
 
     def on_event(self, event: events.Event) -> None:
         """Show an event; those without a handler are not for the display."""
-        self.waits.note(event)
-        getattr(self, f"_on_{event.kind}", lambda _: None)(event)
+        handler = getattr(self, f"_on_{event.kind}", None)
+        try:
+            if event.whole:
+                self.waits.note(event)
+                if handler is not None:
+                    handler(event)
+                return
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # of what lies inside of its lists and dictionaries
+            handler = handler or self._print
+        if handler is not None:
+            self._print(f"{event.kind}: not shown, for it is damaged or of another version", "yellow")
 
     def _print(self, line: str, style: str = "") -> None:
         # Files and pipes get one line an event; a terminal breaks long ones between words.
-        self.console.print(Text(line, style=style), soft_wrap=self.live is None)
+        self.console.print(_text(line, style=style), soft_wrap=self.live is None)
 
     # ------------------------------------------------------------------------------------------------------ one an event
 
@@ -127,7 +138,7 @@ class Progress:
 
     def _on_samples(self, event: watched.Samples) -> None:
         for sample in event.samples[:SAMPLES_SHOWN]:
-            prompt, text = (_shown(str(sample[part])) for part in ("prompt", "text"))
+            prompt, text = (" ".join(str(sample[part]).split()) for part in ("prompt", "text"))
             self._print(f"sample, step {event.step}: …{prompt[-40:]} → {text[:100]}", "dim")
 
     def _on_rollout(self, event: events.Rollout) -> None:
@@ -285,7 +296,7 @@ class Progress:
             parts.append(self._table(self.step))
         if waiting := self._waiting(step, steps):
             parts.append(waiting)
-        title = Text(f"drumline · {self.start.run_dir}", style="bold", overflow="ellipsis", no_wrap=True)
+        title = _text(f"drumline · {self.start.run_dir}", style="bold", overflow="ellipsis", no_wrap=True)
         return Panel(Group(*parts), title=title, title_align="left", border_style="dim", width=width)
 
     def _table(self, now: events.Step) -> Table:
@@ -295,7 +306,7 @@ class Progress:
             mean = f"mean of {MEAN_STEPS} {_mean(losses[-MEAN_STEPS:]):.4f}" if len(losses) >= MEAN_STEPS else ""
             table.add_row("loss", Text("  ".join(filter(None, [f"{losses[-1]:.4f} {trend(losses)}", mean, spark(losses)])), style="green"))
         if self.evals:
-            table.add_row("held out", f"{_metrics(self.evals[-1])} (step {self.evals[-1].step})")
+            table.add_row("held out", _text(f"{_metrics(self.evals[-1])} (step {self.evals[-1].step})"))
         mfu = f" · MFU {now.mfu:.1%}" if now.mfu else ""
         table.add_row("speed", f"{now.tokens_per_s:,.0f} tokens/s · {now.samples_per_s:.2f} samples/s{mfu}")
         computed = "compute" if now.comm_s is not None else "compute and waiting for others"
@@ -303,7 +314,7 @@ class Progress:
         table.add_row("time", f"data {now.data_s:.2f} s · {computed} {now.compute_s:.2f} s{waited}")
         if self.sent:
             table.add_row("sent", f"{size(_mean(self.sent))} a rank and step")
-        table.add_row("rate", f"lr {now.lr:.3g} · gradient norm {_number(now.grad_norm)}")
+        table.add_row("rate", _text(f"lr {now.lr:.3g} · gradient norm {_number(now.grad_norm)}"))
         table.add_row("memory", self._memory())
         if self.save:
             ago, blocked = duration(time.time() - self.save.t), self.save.blocked_seconds
@@ -314,7 +325,7 @@ class Progress:
         """A line on what the run does between steps; None while steps go on."""
         if self.fault:
             then = "starting again …" if self.fault.action == "restart" else self.fault.action
-            return Text(f"rank {self.fault.rank}: {self.fault.error} after step {self.fault.step} — {then}", style="bold red")
+            return _text(f"rank {self.fault.rank}: {self.fault.error} after step {self.fault.step} — {then}", style="bold red")
         late = self.step is not None and time.time() - self.step.t > 1 + 3 * _mean([*self.recent] or [0.0])
         if (not self.step or step == steps or late) and not self.end and (line := self.waits.line()) is not None:
             return Text(line, style="dim")
@@ -346,9 +357,9 @@ def _mean(values: list[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _shown(text: str) -> str:
-    """In one line, without what a terminal takes for a command."""
-    return "".join(letter if letter.isprintable() else "�" for letter in " ".join(text.split()))
+def _text(line: str, **how: Any) -> Text:
+    """One line without secrets, what a terminal takes for a command, and rich's markup."""
+    return Text(printable(redact(line.replace("\n", " "))), **how)
 
 
 def _metrics(event: events.Eval) -> str:

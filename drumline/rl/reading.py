@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,10 +38,15 @@ class Reading:
         return [self._collate(episodes, rows) for rows in dealt], int(lengths)
 
     def _deal(self, episodes: Episodes, picks: list[int], accumulation: int, micro_batch: int) -> tuple[list[list[int]], int]:
-        chosen = np.asarray(picks)
-        lengths = np.where(chosen >= 0, episodes.lengths[np.maximum(chosen, 0)], 0)
-        mine = assign(lengths, self.plan.mesh.data_ranks, accumulation, micro_batch)[self.data_rank]
-        return chosen[mine].tolist(), int(lengths[mine].sum())
+        """Episodes of one prompt go together, as far as whole micro-batches are made of such parts: they run it once (`SharedPrompts`)."""
+        of_prompt: dict[bytes, list[int]] = {}
+        for pick in picks:
+            of_prompt.setdefault(episodes.prompts[pick].tobytes() if pick >= 0 else b"", []).append(pick)
+        size = math.gcd(micro_batch, *map(len, of_prompt.values()))
+        chosen = np.concatenate([np.asarray(each).reshape(-1, size) for each in of_prompt.values()])
+        lengths = np.where(chosen >= 0, episodes.lengths[np.maximum(chosen, 0)], 0).sum(1)
+        mine = assign(lengths, self.plan.mesh.data_ranks, accumulation, micro_batch // size)[self.data_rank]
+        return chosen[mine].reshape(accumulation, micro_batch).tolist(), int(lengths[mine].sum())
 
     def _collate(self, episodes: Episodes, rows: list[int]) -> EpisodeBatch:
         return collate_episodes(episodes, rows, self.pad, self.width).to(self.device)

@@ -22,7 +22,7 @@ from drumline.models.blocks import Units, blocks, set_blocks
 from drumline.models.build import lay_out
 from drumline.models.classes import LM
 from drumline.models.freeze import freeze, give_fp32, keep_low
-from drumline.models.head import require_next_token
+from drumline.models.head import require_next_token, shares_prompts
 from drumline.models.packed import pack
 from drumline.models.shards import Source, Values
 from drumline.models.tape import Build, lay_out_module
@@ -193,4 +193,7 @@ def _lay_out(plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Hea
         attend_by_documents(model, plan)
     if head in LM and device != "cpu":  # on a CPU it was tried before the launch; a GPU has kernels of its own
         require_next_token(model, device, config.packs)
+    # On a GPU a call for each document may cost more than the tokens that are spared: nobody has measured it.
+    shares = device == "cpu" and head in LM and config.algorithm.shares_prompts
+    model._drumline_shares = shares and shares_prompts(model, device)
     return model, source

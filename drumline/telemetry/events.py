@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import errno
 import json
-import threading
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any, ClassVar, dataclass_transform
 
+from drumline.core.files import following
 from drumline.core.redact import plain
 from drumline.errors import EnvironmentFault
-from drumline.foreign import read_bytes
+from drumline.foreign import open_plain, read_bytes
+from drumline.telemetry.damage import fits, parse, types_of
 from drumline.telemetry.truth import Measurement
 
+MOVE = "move it away: a run writes its events there"
 MOST_EVENTS = 2**33  # bytes: some ten million steps
 LAST_BYTES = 2**18
 MOST_TIME = 2**40  # unix seconds: what lies above is no time
-PERIOD_SECONDS = 0.2  # between two reads of what another process appends
 KINDS: dict[str, type[Event]] = {}
 Number = float | str | None  # JSON has no NaN, which is null here, and no infinity, which is a string
 
@@ -34,12 +37,16 @@ class Event:
     """Something that happened in a run. A field is None where an older version of Drumline did not write it."""
 
     kind: ClassVar[str]
+    types: ClassVar[dict[str, tuple[str, frozenset[type], Any]]]  # as `types_of` has them
+    on_disk: ClassVar[set[str]]
     t: float = field(default_factory=time.time)  # unix seconds
     metrics: dict[str, Any] = field(default_factory=dict)  # what this one has besides the fields of its kind
 
     def __init_subclass__(cls, kind: str) -> None:
         cls.kind = kind
         KINDS[kind] = dataclass(frozen=True, kw_only=True)(cls)
+        cls.types = types_of(cls, cls.names())
+        cls.on_disk = {"t", "kind", *(there for there, _, _ in cls.types.values())}
 
     @classmethod
     def names(cls) -> list[str]:
@@ -53,11 +60,20 @@ class Event:
 
     @staticmethod
     def of(values: dict[str, Any]) -> Event:
-        """The event that is `values` on disk; `Unknown` for a kind that this version does not know."""
+        """The event that is `values` on disk; `Unknown` for a kind that this version does not know. What is of another type than the kind
+        declares is None."""
         cls = KINDS.get(values["kind"], Unknown)
-        known = {name: values.get(name.removesuffix("_")) for name in cls.names()}
-        on_disk = {"t", "kind"} - known.keys() | {name.removesuffix("_") for name in known}
-        return cls(t=values.get("t", 0.0), metrics={k: v for k, v in values.items() if k not in on_disk}, **known)
+        known = dict[str, Any]()
+        for name, (there, plain_types, kind) in cls.types.items():
+            value = values.get(there)
+            known[name] = value if type(value) in plain_types or fits(value, kind) else None
+        return cls(t=values.get("t", 0.0), metrics={key: value for key, value in values.items() if key not in cls.on_disk}, **known)
+
+    @property
+    def whole(self) -> bool:
+        """Whether each field that was there from the beginning has a value: one of another version, or a damaged one, may lack some."""
+        needed = (each.name for each in fields(self) if each.default is MISSING and each.default_factory is MISSING)
+        return all(getattr(self, name) is not None or NoneType in self.types[name][1] for name in needed)
 
 
 class Unknown(Event, kind=""):
@@ -297,46 +313,43 @@ class EventLog:
 
 def read(path: Path) -> list[Event]:
     """All whole events of a file, in order; a line torn by a kill is passed over. None where there is no file."""
-    return [event for event in map(_parsed, _lines(path)) if event is not None]
+    return [event for _, event, _ in examined(path) if event is not None]
 
 
-def unread(path: Path) -> list[int]:
-    """Numbers of the lines, from 1, that `read` passes over: torn by a kill, or damaged. None where there is no file."""
-    return [number for number, line in enumerate(_lines(path), 1) if line.strip() and _parsed(line) is None]
-
-
-def _lines(path: Path) -> list[str]:
-    return _bytes(path).decode("utf-8", errors="replace").split("\n")
+def examined(path: Path) -> list[tuple[int, Event | None, bool]]:
+    """Of each line its number, from 1, its event (None where it is torn by a kill, or damaged), and whether all of that is sound."""
+    lines = enumerate(_bytes(path).decode("utf-8", errors="replace").split("\n"), 1)
+    return [(number, *_parsed(line)) for number, line in lines if line.strip()]
 
 
 def _bytes(path: Path) -> bytes:
     """Of a file of events; none where there is no file. Raises EnvironmentFault."""
-    return read_bytes(path, EnvironmentFault, "move it away: a run writes its events there", MOST_EVENTS) if path.exists() else b""
+    return read_bytes(path, EnvironmentFault, MOVE, MOST_EVENTS) if os.path.lexists(path) else b""
 
 
-def _parsed(line: str | bytes) -> Event | None:
-    """The event of a line; None where the line is torn or lacks what readers need: a kind, a time and, for most kinds, a step."""
-    try:
-        values = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
-        return None
-    if not isinstance(at := values.get("t", 0), int | float) or not 0 <= at < MOST_TIME:
-        return None
-    counts = type(values.get("step")) is int or ("step" not in values and values["kind"] not in COUNTED)
-    return Event.of(values) if counts else None
+def _parsed(line: str) -> tuple[Event | None, bool]:
+    """The event of a line, and whether all of it is what it should be; None where the line is torn or lacks what readers need: a kind, a
+    time and, for most kinds, a step."""
+    values = parse(line)
+    if values is None or not isinstance(values.get("kind"), str):
+        return None, False
+    if type(at := values.get("t", 0)) not in (int, float) or not 0 <= at < MOST_TIME:
+        return None, False
+    if type(step := values.get("step", None if values["kind"] in COUNTED else 0)) is not int or step < 0:
+        return None, False
+    event = Event.of(values)
+    return event, all(getattr(event, name) is not None or values.get(there) is None for name, (there, *_) in event.types.items())
 
 
 def last(path: Path, bytes_: int = LAST_BYTES) -> list[Event]:
     """The newest whole events of a file, as many as lie in its last bytes; none where there is no file."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path, EnvironmentFault) as file:
             file.seek(max(0, file.seek(0, 2) - bytes_))
-            lines = file.read().split(b"\n")
-    except OSError:
+            lines = file.read(bytes_).decode(errors="replace").split("\n")
+    except (OSError, EnvironmentFault):
         return []
-    return [event for event in map(_parsed, lines) if event is not None]
+    return [event for line in lines if (event := _parsed(line)[0]) is not None]
 
 
 def last_start(path: Path) -> int:
@@ -352,37 +365,6 @@ def series(events: list[Event], name: str, kind: type[Event] = Step) -> dict[int
 
 
 @contextmanager
-def following(path: Path, on_bytes: Callable[[bytes], object], offset: int | None = None) -> Iterator[None]:
-    """Within, another thread hands what is appended to a file to `on_bytes`, piece by piece; what is left is handed over at the end. The
-    file may not be there yet. `offset`: where in the file to begin; None: at its end."""
-    done = threading.Event()
-    offset = offset if offset is not None else path.stat().st_size if path.exists() else 0
-
-    def hand_over() -> None:
-        nonlocal offset
-        if path.exists():
-            with path.open("rb") as file:
-                file.seek(offset)
-                piece = file.read()
-            offset += len(piece)
-            if piece:
-                on_bytes(piece)
-
-    def follow() -> None:
-        while not done.wait(PERIOD_SECONDS):
-            hand_over()
-
-    thread = threading.Thread(target=follow, name="follow", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        hand_over()
-
-
-@contextmanager
 def tail(path: Path, on_event: Emit, offset: int | None = None) -> Iterator[None]:
     """Within, each whole line that another process appends to a file of events goes to `on_event`; from `offset` on (bytes), or its end."""
     rest = b""
@@ -391,7 +373,7 @@ def tail(path: Path, on_event: Emit, offset: int | None = None) -> Iterator[None
         nonlocal rest
         *whole, rest = (rest + piece).split(b"\n")
         for line in whole:
-            if (event := _parsed(line)) is not None:  # torn by a kill: the next line is whole again
+            if (event := _parsed(line.decode(errors="replace"))[0]) is not None:  # torn by a kill: the next line is whole again
                 on_event(event)
 
     with following(path, parse, offset):

@@ -16,6 +16,7 @@ from drumline.core.facts import ModelFacts
 from drumline.core.load import load
 from drumline.core.plan import Plan
 from drumline.models import load as models
+from drumline.planner.cost.activations import formula
 from drumline.planner.cost.memory import memory, of_rank, stage_of, state_of
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.memory_worker import measure
@@ -134,7 +135,7 @@ def test_the_peak_is_near(measured: dict[str, Measured], name: str) -> None:
     assert said.reserved == said.peak and said.overhead == 0  # on a CPU there is no allocator that keeps more
     parts = said.parameters + said.optimizer + said.activations + said.logits + said.buffers
     assert parts <= said.peak <= parts + said.gradients + 4  # gradients may come after the peak
-    assert said.peak == max(of_rank(plan, facts, None, stage).peak for stage in range(plan.mesh.pp))
+    assert said.peak == max(of_rank(plan, facts, formula(plan, facts), stage).peak for stage in range(plan.mesh.pp))
 
 
 def cluster_of_nothing() -> Any:

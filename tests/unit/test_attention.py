@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,11 +18,11 @@ from drumline.core.config import CompileConfig, Config
 from drumline.core.mesh import Mesh
 from drumline.core.model import ModelConfig
 from drumline.core.plan import BatchPlan, Layout
-from drumline.data.batches import LabelledBatch, TokenBatch, collate, learned_segment
+from drumline.data.batches import Episodes, LabelledBatch, TokenBatch, collate, collate_episodes, learned_segment
 from drumline.errors import PlanError
 from drumline.models.attention import KERNELS, Documents, attend_by_documents, one_by_one
 from drumline.models.build import build_model
-from drumline.models.head import ForwardWithObjective, outputs, require_next_token, split
+from drumline.models.head import ForwardWithObjective, can_split, outputs, require_next_token, shares_prompts, split
 from drumline.models.load import facts, load_config
 from drumline.parallel.transforms import apply_activation_checkpointing
 from drumline.planner.cost.activations import formula
@@ -65,6 +66,7 @@ def loss_and_gradients(model: Any, batch: TokenBatch) -> tuple[torch.Tensor, dic
     return loss_sum.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+FEW = ("llama", "gpt2", "mistral with a window", "gpt_oss")
 BATCHES = {"packed": [(3, 7, 5), (16,)], "filler": [(1, 6, 9), ()], "padded": [(9,), (14,)], "full": [(16,), (16,)]}
 KINDS_AND_ROWS = [
     pytest.param(kind, rows, marks=[] if rows == "packed" or kind == "mistral with a window" else pytest.mark.full)
@@ -84,6 +86,58 @@ def test_losses_and_gradients_of_the_mask(kind: str, rows: str) -> None:
     assert gradients.keys() == masked_gradients.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, masked_gradients[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def rollout(lengths: list[tuple[int, int]]) -> Episodes:
+    """Completions of these lengths behind prompts of these, of other tokens; the same prompt where its length is the same."""
+    generator = np.random.default_rng(0)
+    prompts = {size: generator.integers(1, 64, size) for size, _ in lengths}
+    made = Episodes.start([prompts[size] for size, _ in lengths], [generator.integers(1, 64, size) for _, size in lengths])
+    return replace(
+        made, weights_NM=torch.tensor(generator.random(made.mask_NM.shape)).float() * made.mask_NM, weight_N=torch.ones(len(made))
+    )
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[] if kind in FEW else pytest.mark.full) for kind in [*PACK, "gpt_oss"]])
+def test_completions_behind_one_prompt_have_the_numbers_of_rows_of_their_own(kind: str) -> None:
+    """Of groups in any order, a prompt with one completion, a completion without tokens, a filler."""
+    episodes = rollout([(5, 4), (9, 1), (5, 7), (9, 6), (5, 0), (2, 3)])
+    batch, model = collate_episodes(episodes, [0, 1, -1, 2, 3, 4, 5], 0, None), build(kind)
+    assert batch.shared is not None and batch.shared.documents == ((5, 4, 7), (9, 1, 6), (2, 3))
+    attend_by_documents(model, layout())
+    assert shares_prompts(model, "cpu")
+
+    def answers(shares: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model._drumline_shares = shares
+        model.zero_grad()
+        made = outputs(model, batch, split(model) if can_split(model) else None)
+        log_probs_BT, _ = made.log_probs(batch.targets_BT, 0)
+        (log_probs_BT * batch.weights_BT).sum().backward()
+        return log_probs_BT.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    (alone, gradients_alone), (shared, gradients) = answers(False), answers(True)
+    torch.testing.assert_close(shared, alone, rtol=1e-5, atol=1e-5)
+    assert gradients.keys() == gradients_alone.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, gradients_alone[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_no_prompt_is_shared_by_a_model_that_would_give_other_numbers() -> None:
+    masked, counting = build("llama"), build("mixtral")
+    counting.config.output_router_logits = True
+    attend_by_documents(counting, layout())
+    assert not shares_prompts(masked, "cpu") and not shares_prompts(counting, "cpu")
+    model = build("llama")
+    attend_by_documents(model, layout())
+    assert shares_prompts(model, "cpu")
+    one_kernel = type(model.model.layers[0].self_attn).forward
+    with pytest.MonkeyPatch.context() as patch:  # a class that sees the order of tokens and not their positions
+
+        def shifted(self: Any, hidden_states: torch.Tensor, *given: Any, **more: Any) -> Any:
+            return one_kernel(self, hidden_states + hidden_states.roll(1, 1), *given, **more)
+
+        patch.setattr(type(model.model.layers[0].self_attn), "forward", shifted)
+        assert not shares_prompts(model, "cpu")
 
 
 def test_fillers_alone_give_each_parameter_a_gradient() -> None:

@@ -162,6 +162,31 @@ def test_seconds_of_a_collective(kind: Collective, sent: float, ranks: int, per_
     assert cluster.collective_seconds(kind, sent, ranks, per_node) * 1e3 == pytest.approx(milliseconds)
 
 
+@pytest.mark.parametrize(
+    ("kind", "ranks", "per_node", "per_pod", "slower"),
+    [
+        ("all_reduce", 32, 8, 32, 1),  # within a pod
+        ("all_reduce", 64, 8, None, 7 / 4),  # a ring leaves each host once, and each pod, whose links carry what 4/7 hosts send
+        ("all_reduce", 8, 1, 4, 7 / 4),  # eight rings, each with a rank on each host
+        ("all_reduce", 2, 1, 1, 7),  # each rank's other is in the other pod
+        ("all_to_all", 64, 8, 32, 7 * 32 / 56),
+    ],
+)
+def test_pods_share_their_links_to_others(kind: Collective, ranks: int, per_node: int, per_pod: int | None, slower: float) -> None:
+    """Two pods of 4 hosts, as Llama 3's (Grattafiori et al. 2024, section 3.3.1) in small: an eighth of the hosts, the same 7."""
+    pods = said("{device: h100, per_node: 8, nodes: 8, inter: 8x400Gb, pod: 4, oversubscription: 7}")
+    one = replace(pods, pod=None)
+    alone, seconds = (each.collective_seconds(kind, 1e12, ranks, per_node, per_pod) for each in (one, pods))
+    assert seconds / alone == pytest.approx(slower, rel=1e-3)
+
+
+def test_many_hosts_without_pods_have_a_note() -> None:
+    assert any("cluster.pod" in note for note in said("64x8xh100").notes)
+    assert not any(
+        "cluster.pod" in note for name in ("63x8xh100", "{nodes: 64, per_node: 8, device: h100, pod: 16}") for note in said(name).notes
+    )
+
+
 # Published all-reduces of 8×H200, torch 2.9, NCCL 2.27 (Bekman, Machine Learning Engineering): MiB → GB/s of the tensor. Larger ones are
 # faster than any ring (the switch adds up), and smaller ones than a ring of large messages.
 PUBLISHED = {4: 61.23, 8: 88.87, 16: 125.65, 32: 157.62, 64: 198.01}

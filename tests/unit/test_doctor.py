@@ -151,8 +151,9 @@ def test_records_that_are_damaged(name: str, content: str | bytes, place: str, s
 @pytest.mark.parametrize("values", [{}, {"data_s": None}, {"data_s": "x"}, {"data_s": float("nan")}, {"seconds": []}, {"t": 1e999}])
 def test_events_of_another_version_are_no_traceback(values: dict[str, object], tmp_path: Path) -> None:
     lines = [json.dumps({"t": 9.0, "kind": "step", "step": number, "data_s": 9.0, "seconds": 9.0} | values) for number in range(30)]
+    damaged = any(each in ("x", [], 1e999) for each in values.values())
     (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
-    assert names(diagnose(str(tmp_path))) == (["slow-loader"] if not values else ["record-damaged"] if "t" in values else [])
+    assert names(diagnose(str(tmp_path))) == (["slow-loader"] if not values else ["record-damaged"] if damaged else [])
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
 
+from drumline.planner.search.answer import over
+from tests.tiny import tiny_model_dir
 from tests.unit.conftest import Run
 
 EIGHT_B = ["--model", "llama-3.1-8b", "--cluster", "4x4090", "--length", "4096"]
@@ -66,3 +70,39 @@ def test_what_one_asks_next_stands_on_a_screen(run: Run, tmp_path: Path) -> None
     assert [f"{each['max_length']:,}" for each in made] == [row[-1] for row in screens[0]]
     most = json.loads(run("plan", *EIGHT_B, "--max-seq", "--json")[1])["max_length"]
     assert made[0]["max_length"] == most[0]["number"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [False, True])
+def test_a_plan_of_several_processors_says_how_many_ranks_to_start(run: Run, tmp_path: Path, given: bool) -> None:
+    """Its YAML, or its command where a YAML was given, is taken by `train`."""
+    model, config = tiny_model_dir(tmp_path / "model", layers=4, hidden=256), tmp_path / "mine.yaml"
+    (tmp_path / "data.jsonl").write_text('{"text": "a song of the sea"}\n' * 8)
+    flags = ["--model", model, "--cluster", "4xcpu", "--length", "128", "--batch", "16", "--algorithm", "pretrain"]
+    if given:
+        config.write_text(
+            f"model: {model}\nalgorithm: pretrain\ndata: {{train: data.jsonl, max_length: 128}}\ncluster: 4xcpu\n"
+            "batch: {global_samples: 16}\n"
+        )
+    code, out, _ = run("plan", *([config] if given else flags))
+    _, _, use = out.partition("To train by")
+    rest = use.partition("\n")[2]
+    assert code == 0
+    if given:
+        command = shlex.split(rest)
+    else:
+        config.write_text(textwrap.dedent(rest))
+        command = ["drumline", "train", str(config)]
+    code, out, error = run(*command[1:], "--dry-run")
+    assert code == 0 and re.search(r"= 4 ranks", out), error
+    assert "launch.nproc=4" in command or "nproc: 4" in config.read_text()
+
+
+def test_what_is_over_by_a_little_is_said_to_the_byte() -> None:
+    assert over(91_300_000_000, 80_000_000_000) == "91.3 GB > 80.0 GB"
+    assert over(25_254_407_701, 25_254_407_700) == "25,254,407,701 > 25,254,407,700 bytes"
+
+
+def test_a_row_without_room_for_a_prompt_is_no_plan(run: Run) -> None:
+    code, _, error = run("plan", "--model", "smollm2-135m", "--cluster", "4x4090", "--algorithm", "grpo", "--length", "64")
+    assert code == 2 and error.splitlines()[-1].startswith("error: data.max_length: data.max_length 64 leaves no room for a prompt")

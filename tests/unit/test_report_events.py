@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import sys
 from pathlib import Path
@@ -11,10 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from drumline.core.redact import plain, redact, redacted_streams
+from drumline.doctor.command import as_text
+from drumline.doctor.diagnose import diagnose
+from drumline.launchers import runs
+from drumline.report import page
+from drumline.report.compare import compare
+from drumline.report.facts import RunFacts
+from drumline.report.progress import Progress
 from drumline.telemetry import watched  # its kinds are among KINDS
+from drumline.telemetry.damage import MOST
 from drumline.telemetry.events import KINDS, Eval, Event, EventLog, Preempt, Step, Unknown, read, series
+from drumline.train.run import Run
+from tests.unit.report_runs import HOSTILE, story, write_run
 
 PACKAGE = Path(__file__).parents[2] / "drumline"
 
@@ -59,7 +71,7 @@ def test_numbers_of_numpy_and_torch_stay_numbers(tmp_path: Path) -> None:
     log.emit(Eval(**odd, metrics={"loss": torch.tensor(0.5)}))
     (event,) = read(tmp_path / "e.jsonl")
     assert isinstance(event, Eval)
-    assert (event.step, event.metrics["loss"], event.samples, event.seconds) == (3, 0.5, None, "x")
+    assert (event.step, event.metrics["loss"], event.samples, event.seconds) == (3, 0.5, None, None)
 
 
 def test_lines_are_json_whatever_the_values(tmp_path: Path) -> None:
@@ -145,3 +157,30 @@ def test_secrets_are_nowhere_in_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
         "AWS_SECRET": "[redacted]",
         "loss_per_token": 1.5,
     }
+
+
+HURTING = "\x1b]0;me\x07[/x]\ud800 a_key=hunter2hunter2"
+ODD = (None, True, -1, 2**70, 1e200, float("nan"), float("inf"), "x", HOSTILE, [], {}, [None], {"a": {}}, [{}], HURTING)
+
+
+def test_any_value_in_a_record_is_read_or_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All readers: the folder is a stranger's."""
+    run = write_run(tmp_path / "[r]\x1b", events=[])
+    made = {event.kind: event.values() for event in story(8)}
+    lines = [json.dumps(values | {key: odd}) for values in made.values() for key in (*values, "own") for odd in ODD]
+    (run / "events.jsonl").write_text("\ufeff" + "\r\n".join([*lines, "{", "\0", "[" * 9999, f'{{"kind": "eval", "step": {"9" * 5000}}}']))
+    seen = Run(run)
+    json.dumps(seen.events, allow_nan=False).encode()
+    assert all(abs(value) < MOST for value in seen.metrics.values())
+    out = io.StringIO()
+    with Progress(Console(file=out)) as progress:
+        for place, event in enumerate(read(run / "events.jsonl")):
+            progress.on_event(event)
+            if place % 8 == 0:
+                Console(file=out).print(progress.render())
+    page.page([RunFacts(run)]).encode()
+    print(out.getvalue(), runs.table(runs.states(tmp_path)), as_text(diagnose(str(run))))
+    compare([run, write_run(tmp_path / "other")])
+    said = "".join(capsys.readouterr())
+    assert not any(each in said for each in ("\x1b", "\x07", "hunter2")) and "damaged or of another version" in said
+    said.encode()

@@ -22,7 +22,12 @@ FIGURES: dict[str, Any] = {
 START: dict[str, Any] = {
     "t": time.time(),
     "kind": "run_start",
+    "world_size": 2,
     "steps": 40,
+    "parameters": None,
+    "strategy": "ddp",
+    "device": "cpu",
+    "resumed_from": None,
     "run_dir": "runs/my run",
     "plan_line": "tiny · ddp on 2 × cpu · fp32",
     "left_out": [],

@@ -1,4 +1,5 @@
-"""Sizes of models are kept on disk: a second plan imports neither torch nor transformers, and damage is counted anew."""
+"""Sizes of known shapes come with the package, those of other models are kept on disk: then a plan imports neither torch nor transformers.
+What is damaged is counted anew."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ from tests.harness import ROOT, write_config
 from tests.tiny import tiny_model_dir
 
 SMALL = {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
-SECOND = """
+ALONE = """
 import sys
 from drumline.cli import main
 try:
-    main(["plan", "--model", "smollm2-135m", "--cluster", "4x4090", "--length", sys.argv[1]])
+    main(["plan", "--cluster", "4x4090", "--length", *sys.argv[1:]])
 finally:
     print("imported:", sorted({"torch", "transformers"} & set(sys.modules)))
 """
@@ -45,10 +46,14 @@ def counted(found: Found, length: int = 96, **how: object) -> ModelFacts:
 
 @pytest.mark.slow
 def test_a_second_plan_imports_neither_torch_nor_transformers(kept: Path, run) -> None:  # type: ignore[no-untyped-def]
-    assert run("plan", "--model", "smollm2-135m", "--cluster", "4x4090", "--length", "512")[0] == 0
-    command = [sys.executable, "-c", SECOND, "1024"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=120)
-    assert "imported: []" in done.stdout and "tokens/s" in done.stdout, done.stderr
+    shape = "model.shape={layers: 2, hidden: 256, heads: 4, vocabulary: 512}"
+    assert run("plan", shape, "--cluster", "4x4090", "--length", "512")[0] == 0
+    (file,) = kept.iterdir()
+    for model in ([shape], ["--model", "smollm2-135m"]):
+        command = [sys.executable, "-c", ALONE, "1024", *model]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=120)
+        assert "imported: []" in done.stdout and "tokens/s" in done.stdout, done.stderr
+    assert [*kept.iterdir()] == [file], "what comes with the package is not written again"
 
 
 def test_what_is_kept_is_what_was_counted(kept: Path) -> None:

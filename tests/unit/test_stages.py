@@ -4,12 +4,15 @@ for classes that lay their trunks out in different ways."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from drumline.core.config import Config
 from drumline.core.explain import explain
@@ -96,6 +99,30 @@ def test_bubble() -> None:
     assert bubble("gpipe", 4, 1, 12) == pytest.approx(3 / 15)
     assert bubble("interleaved", 4, 3, 4) == pytest.approx(3 / 15)
     assert bubble("model_parallel", 4, 1, 12) == 0.75
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_rank", "micro_batches"), [(2, 2, 1), (2, 4, 3), (4, 2, 2), (4, 3, 3), (4, 3, 8), (8, 2, 5), (8, 2, 24)]
+)
+def test_the_bubble_is_what_torchs_own_order_leaves(ranks: int, per_rank: int, micro_batches: int) -> None:
+    """Each rank takes its calls in that order, each as soon as its input is there; a backward takes as long as two forwards."""
+    each = micro_batches // max(1, micro_batches // ranks)
+    schedule = SimpleNamespace(n_local_stages=per_rank, microbatches_per_round=each, pp_group_size=ranks, _n_microbatches=micro_batches)
+    order = partial(ScheduleInterleaved1F1B._calculate_single_rank_operations, schedule)
+    waiting = [[call for call in order(rank) if call] for rank in range(ranks)]
+    done, clocks, last = dict[tuple[str, int, int], float](), [0.0] * ranks, ranks * per_rank - 1
+    while any(waiting):
+        for rank, calls in enumerate(waiting):
+            while calls:
+                kind, stage, number = calls[0].computation_type.name, calls[0].stage_index, calls[0].microbatch_index
+                other = stage - 1 if kind == "FORWARD" else stage + 1
+                needs = (kind, other, number) if 0 <= other <= last else ("FORWARD", last, number)
+                if needs not in done and (kind, stage) != ("FORWARD", 0):
+                    break
+                clocks[rank] = max(clocks[rank], done.get(needs, 0.0)) + (1 if kind == "FORWARD" else 2)
+                done[kind, stage, number] = clocks[rank]
+                calls.pop(0)
+    assert bubble("interleaved", ranks, per_rank, micro_batches) == pytest.approx(1 - 3 * per_rank * micro_batches / max(clocks))
 
 
 SMALL: dict[str, Any] = {

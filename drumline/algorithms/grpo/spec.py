@@ -15,6 +15,7 @@ class GRPOConfig(PromptSpec):
     al. 2025), CISPO (MiniMax-M1, 2025), RLOO (Ahmadian et al. 2024)."""
 
     position: ClassVar[int] = 5
+    shares_prompts: ClassVar[bool] = True
     objective: ClassVar[str] = "drumline.algorithms.grpo.objective:GRPO"
     kind: Literal["grpo"] = "grpo"
     group_size: int = Field(

@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drumline.core.files import write_whole
+from drumline.core.files import following, write_whole
 from drumline.core.process import run_command
 from drumline.core.signals import LEFT, LauncherSignals
 from drumline.errors import EnvironmentFault
 from drumline.foreign import first_line
 from drumline.launchers.slurm.script import SCRIPT, script
-from drumline.telemetry.events import Emit, following, tail
+from drumline.telemetry.events import Emit, tail
 
 if TYPE_CHECKING:
     from drumline.launchers.slurm.spec import SlurmLauncher

@@ -51,12 +51,14 @@ def memory(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Act
     """Bytes of the fullest rank: of a pipeline, the one whose peak is highest. `activations` None: by formula; traced ones are of the
     layout's own precision, checkpointing, adapter and tensor parallelism."""
     generator, engine, ranks = getattr(layout.config.algorithm, "generator", None), 0, list(range(layout.mesh.pp))
+    facts = experts_over(facts, layout.mesh.ep)
     if isinstance(generator, VLLMGenerator) and generator.url is None and layout.device == "cuda":
         # An engine in each rank keeps its share of the GPU from the first rollout on (rl.vllm).
         engine = int(generator.memory * cluster.device.memory_bytes)
     if len(ranks) > 3:  # both ends, and of those between the one that most blocks wait on
         ranks = [0, max(ranks[1:-1], key=lambda rank: flying(layout, rank, stage_of(layout, facts, rank).blocks)[0]), ranks[-1]]
-    return max((of_rank(layout, facts, activations, rank, engine) for rank in ranks), key=lambda m: m.peak)
+    kept = activations or formula(layout, facts)
+    return max((of_rank(layout, facts, kept, rank, engine) for rank in ranks), key=lambda m: m.peak)
 
 
 def stage_of(layout: Layout, facts: ModelFacts, rank: int) -> Part:
@@ -88,17 +90,15 @@ def _unpacked(layout: Layout, facts: ModelFacts, mine: Part) -> float:
     return (copies + (LOW if layout.precision != "fp32" or layout.device == "cuda" else 0)) * packed_scales(facts, mine, bits)[1]
 
 
-def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, rank: int, engine: int = 0) -> Memory:
-    """Bytes of a rank of stage `rank` of the pipeline. `engine`: of a sampler beside the model."""
-    facts = experts_over(facts, layout.mesh.ep)
+def of_rank(layout: Layout, facts: ModelFacts, kept: Activations, rank: int, engine: int = 0) -> Memory:
+    """Bytes of a rank of stage `rank` of the pipeline. `facts`: with its experts alone; `engine`: of a sampler beside the model."""
     mine = stage_of(layout, facts, rank)
     state, other = state_of(layout, facts, mine), auxiliary_of(layout, facts, rank)
-    kept = activations or formula(layout, facts)
     buffers, unpacked = layout.strategy.buffers(layout, as_kept(layout, facts), mine, state, kept), _unpacked(layout, facts, mine)
     again = layout.activation_checkpointing != "none"
     measured = _lengths(facts, kind_of(layout) != "fp32")
     buffers = replace(buffers, block=buffers.block + unpacked + measured, backward=buffers.backward + unpacked + measured * again)
-    if getattr(layout.config.adapter, "trainable_tokens", ()):
+    if layout.config.adapter.kind == "lora" and layout.config.adapter.trainable_tokens:
         # PEFT lays rows over a copy of the embedding, which has a gradient; a head that is tied to it keeps one for backward.
         whole = WIDTH[layout.precision] * facts.vocab_size * facts.hidden
         tied = any(weight.place == "both" for weight in facts.end_weights)
@@ -114,7 +114,7 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
     share, overhead, mesh = 0.0, 0, layout.mesh
     if layout.device == "cuda":
         # The context, and a communicator for all ranks and for each axis of the mesh.
-        axes = sum(size > 1 for size in mesh.model_dump().values())
+        axes = sum(size > 1 for _, size in mesh)
         share = fitted.FRAGMENTS if layout.strategy.whole_weights else fitted.FRAGMENTS_GATHERED
         overhead = CONTEXT + GROUP * (1 + axes if axes else 0)
     return Memory(
@@ -335,6 +335,8 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
 def offloaded(layout: Layout, facts: ModelFacts, rounds: bool = True) -> int:
     """Bytes of a micro-batch that blocks move to the host: of all but the last two. `rounds`: as pinned memory takes them, in powers of
     two, where a block moves its input alone (torch keeps what it has pinned for the next micro-batch)."""
+    if not layout.config.memory.activation_offload:
+        return 0
     each = math.ceil(formula(layout, facts).offloaded * layout.rows * layout.length / layout.mesh.cp)
     if rounds and layout.activation_checkpointing == "full":
         each = 1 << (each - 1).bit_length() if each else 0

@@ -101,8 +101,9 @@ def _exposed(layout: Layout, cluster: Cluster, flows: list[Flow], hidden: dict[s
     strides = {"tp": 1, "cp": mesh.tp, "shard": mesh.tp, "gradients": mesh.tp, "ep": mesh.tp * mesh.cp}
     strides["replicate"] = mesh.tp * mesh.cp * mesh.ep * mesh.shard
     for flow in flows:
-        together = max(1, min(flow.ranks, cluster.per_node // strides.get(flow.axis, mesh.world_size // mesh.pp)))
-        each = cluster.collective_seconds(flow.kind, flow.bytes_ / flow.calls, flow.ranks, together)
+        stride = strides.get(flow.axis, mesh.world_size // mesh.pp)
+        together, near = (max(1, hosts * cluster.per_node // stride) for hosts in (1, cluster.pod or cluster.nodes))
+        each = cluster.collective_seconds(flow.kind, flow.bytes_ / flow.calls, flow.ranks, min(flow.ranks, together), near)
         each += fitted.WAIT * (layout.device == "cpu" and flow.ranks > 1)
         alone = flow.calls if flow.beside == "nothing" else 0.0 if flow.beside == "steps" else min(1.0, flow.calls)
         exposed += alone * each

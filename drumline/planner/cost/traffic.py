@@ -61,7 +61,7 @@ def batch_norms(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
 def optimizer(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
     """What the step of an optimizer sends that needs whole matrices, or their sums: along each axis that a weight is cut over in turn."""
     mesh, shards = layout.mesh, layout.strategy.optimizer_shards(layout.mesh)
-    for weight, number in weights_of(facts):
+    for weight, number in weights_of(facts) if layout.config.optimizer.does.sends else ():
         tp = mesh.tp if cut_dimension(weight) is not None else 1
         axes: list[tuple[Axis, int]] = [("shard", max(1, shards // weight.apart)), ("ep", weight.apart), ("tp", tp)]
         axes, here = [axis for axis in axes if axis[1] > 1], part(weight, tp, shards)

@@ -11,10 +11,9 @@ from rich.table import Table
 
 from drumline.core.explain import plan_line
 from drumline.core.plan import Plan
-from drumline.errors import UserError
+from drumline.errors import UserError, printable
 from drumline.planner.report.table import grouped
 from drumline.planner.search.answer import Factors, Probe
-from drumline.telemetry.events import Step, last_measurement, read
 from drumline.telemetry.truth import OFF, Comparison, Measurement, compare, notes
 
 TRAIN = "train with this version: drumline train CONFIG.yaml"
@@ -31,7 +30,7 @@ def check(run: Path, as_json: bool = False) -> int:
         print(json.dumps({"rows": made, "notes": remarks(rows, measured), "measured": measured.model_dump()}, indent=2))
         return 0
     console = Console(highlight=False)
-    console.print(plan_line(plan), soft_wrap=True, markup=False)
+    console.print(printable(plan_line(plan)), soft_wrap=True, markup=False)
     _show(rows, measured, console)
     off = [row.category for row in rows if row.warns]
     console.print(f"off by more than {OFF:.0%}: {', '.join(off)}" if off else f"nothing that counts is off by more than {OFF:.0%}")
@@ -40,6 +39,8 @@ def check(run: Path, as_json: bool = False) -> int:
 
 def read_run(run: Path) -> tuple[Plan, Measurement]:
     """The plan of a run folder, with its estimate, and the run's last measurement. Raises UserError."""
+    from drumline.telemetry.events import Step, last_measurement, read
+
     try:
         plan, events = Plan.load(run / "plan.json"), read(run / "events.jsonl")
         measured = last_measurement(events)
@@ -64,7 +65,7 @@ def _show(rows: list[Comparison], measured: Measurement, console: Console) -> No
         made.add_row(row.category, row.show(row.predicted), row.show(row.measured), row.by_how_much(), style=style)
     console.print(made)
     for remark in remarks(rows, measured):
-        console.print(f"  {remark}", markup=False, soft_wrap=True)
+        console.print(f"  {printable(remark)}", markup=False, soft_wrap=True)
 
 
 def only_shown(row: Comparison) -> str:

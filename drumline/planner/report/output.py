@@ -115,7 +115,16 @@ def full_config(config: Config, candidate: Candidate) -> dict[str, Any]:
     """The planned config with this layout: all that the user set, and the layout's sections over it."""
     values = config.model_dump(mode="json", exclude_unset=True)
     made = {key: value for key, value in values.items() if key not in CHOSEN} | chosen(candidate)
+    if (ranks := _named_ranks(config, candidate)) is not None:
+        made["launch"] = {**made.get("launch", {}), "nproc": ranks}
     return {key: value for key, value in made.items() if value not in ({}, None)}
+
+
+def _named_ranks(config: Config, candidate: Candidate) -> int | None:
+    """Ranks of a host where `launch` has to say them: it starts one a GPU, and without GPUs one."""
+    layout, described = candidate.layout, config.cluster
+    alone = layout.device == "cuda" or layout.mesh.world_size == 1 or config.launch.nproc is not None
+    return None if alone or described is None else described.per_node
 
 
 def overrides(config: Config, candidate: Candidate) -> list[str]:
@@ -129,7 +138,8 @@ def overrides(config: Config, candidate: Candidate) -> list[str]:
         given = getattr(config.batch, key)
         if given != getattr(batch, key) and not (key == "global_samples" and config.batch.global_tokens is not None):
             made.append(f"batch.{key}={getattr(batch, key)}")
-    return made
+    ranks = _named_ranks(config, candidate)
+    return made if ranks is None else [*made, f"launch.nproc={ranks}"]
 
 
 def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Change] = (), adapted: Sequence[Adapted] = ()) -> dict[str, Any]:

@@ -93,18 +93,9 @@ def max_length(question: Question) -> tuple[Most, ...]:
 def by_adapter(answer: Answer, plain: Question) -> tuple[Adapted, ...]:
     """The same run with all weights trained, by LoRA and by QLoRA (on a GPU), as far as they can be counted. `plain`: the answer's question
     without its adapter."""
-    question = answer.question
-    adapter, made = question.config.adapter, dict[str, Question | None](full=plain)
-    for name, quantize in (("LoRA", "none"), ("QLoRA", "4bit")):
-        if isinstance(adapter, LoRAConfig):
-            other = adapter.model_copy(update={"quantize": quantize})
-            made[name] = replace(question, config=question.config.model_copy(update={"adapter": other}))
-        elif question.config.head == "lm":
-            made[name] = with_adapter(question, LoRAConfig(quantize=quantize))
-    if question.cluster.device.kind != "cuda":
-        made.pop("QLoRA", None)
+    adapter, made = answer.question.config.adapter, {"full": plain, **under_adapters(answer.question)}
     own = "full" if not isinstance(adapter, LoRAConfig) else "LoRA" if adapter.quantize == "none" else "QLoRA"
-    each = ((name, answer if name == own else search(other)) for name, other in made.items() if other)
+    each = ((name, answer if name == own else search(other)) for name, other in made.items())
     return tuple(Adapted(name, found, None if found.question.config.images_alone else _longest(found.question)) for name, found in each)
 
 
@@ -153,10 +144,8 @@ def _proposals(question: Question) -> Iterator[tuple[str, Question]]:
     if question.nvme is None and question.deepspeed:
         yield "strategy={kind: auto, nvme: FOLDER}", replace(question, nvme=DISK)
     if config.adapter.kind == "none" and config.head == "lm":
-        adapters = {"adapter=lora": LoRAConfig(), "adapter={kind: lora, quantize: 4bit}": LoRAConfig(quantize="4bit")}
-        for what, adapter in list(adapters.items())[: 2 if cluster.device.kind == "cuda" else 1]:
-            if (adapted := with_adapter(question, adapter)) is not None:
-                yield what, adapted
+        whats = {"LoRA": "adapter=lora", "QLoRA": "adapter={kind: lora, quantize: 4bit}"}
+        yield from ((whats[name], adapted) for name, adapted in under_adapters(question).items())
     tokens = _largest(lambda n: fits(_of_length(question, n)), SHORT, config.data.max_length - 1, STEP)
     if tokens is not None:
         yield f"data.max_length={tokens}", _of_length(question, tokens)
@@ -172,14 +161,22 @@ def _proposals(question: Question) -> Iterator[tuple[str, Question]]:
             return
 
 
-def with_adapter(question: Question, adapter: LoRAConfig) -> Question | None:
-    """The question with this adapter; None where `with_lora` cannot count it."""
-    facts, config = with_lora(question.facts, adapter), question.config.model_copy(update={"adapter": adapter})
-    if facts is None:
-        return None
-    roles = config.algorithm.auxiliary_models(config).keys()  # without the adapter the policy is its own reference
-    facts = replace(facts, roles={name: sizes for name, sizes in facts.roles.items() if name in roles})
-    return replace(question, config=config, facts=facts, roles={name: role for name, role in question.roles.items() if name in roles})
+def under_adapters(question: Question) -> dict[str, Question]:
+    """The question under LoRA and QLoRA (on a GPU), by the adapter that it has, else by one over all linear layers; empty where `with_lora`
+    cannot count that. Both have the same object of facts: what is cached by facts would compare equal ones weight by weight."""
+    adapter = question.config.adapter
+    if not isinstance(adapter, LoRAConfig):
+        adapter = LoRAConfig()
+        facts = with_lora(question.facts, adapter) if question.config.head == "lm" else None
+        if facts is None:
+            return {}
+        config = question.config.model_copy(update={"adapter": adapter})
+        roles = config.algorithm.auxiliary_models(config).keys()  # without the adapter the policy is its own reference
+        facts = replace(facts, roles={name: sizes for name, sizes in facts.roles.items() if name in roles})
+        question = replace(question, facts=facts, roles={name: role for name, role in question.roles.items() if name in roles})
+    kinds = {"LoRA": "none", "QLoRA": "4bit"} if question.cluster.device.kind == "cuda" else {"LoRA": "none"}
+    each = {name: adapter.model_copy(update={"quantize": quantize}) for name, quantize in kinds.items()}
+    return {name: replace(question, config=question.config.model_copy(update={"adapter": made})) for name, made in each.items()}
 
 
 def _of_length(question: Question, tokens: int) -> Question:

@@ -95,10 +95,16 @@ def why_not(estimate: Estimate) -> str:
     """The part of an estimate with verdict `no` that is too large: `91.3 GB > 80.0 GB`."""
     needs, limit = estimate.memory.reserved, estimate.limit
     if needs > limit:
-        return f"{gb(needs)} > {gb(limit)}"
+        return over(needs, limit)
     host = estimate.host
     most, phase = max((host.load, "to load"), (host.train, "to train"), (host.save, "to save"), (host.export, "to export"))
-    return f"{gb(most)} of host memory {phase} > {gb(estimate.host_limit or 0)}"
+    return over(most, estimate.host_limit or 0, f" of host memory {phase}")
+
+
+def over(needs: int, limit: int, what: str = "") -> str:
+    """In GB, or to the byte where these look the same."""
+    shown = (gb(needs), gb(limit)) if gb(needs) != gb(limit) else (f"{needs:,}", f"{limit:,} bytes")
+    return f"{shown[0]}{what} > {shown[1]}"
 
 
 def gb(bytes_: float) -> str:

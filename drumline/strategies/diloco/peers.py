@@ -22,13 +22,12 @@ from typing import Any
 
 import torch
 
-from drumline.core.cost import BLOCK
 from drumline.core.heartbeat import alive
 from drumline.core.plan import Plan
 from drumline.core.redact import reveal
 from drumline.parallel.compress import decode, encode
 from drumline.strategies.diloco.links import Message, Peers
-from drumline.strategies.diloco.streaming import StreamingEngine
+from drumline.strategies.diloco.streaming import StreamingEngine, difference
 from drumline.vendor.torch import foreach_copy_
 
 log = logging.getLogger(__name__)
@@ -120,7 +119,7 @@ class PeersEngine(StreamingEngine):
         """This host's inner steps since the last that were used, and its outer gradient."""
         self.came[number] = self.steps
         weights, anchors, _ = self.fragments[fragment]
-        return self.steps - self.used[fragment], torch.cat(anchors) - torch.cat(weights)
+        return self.steps - self.used[fragment], difference(anchors, weights, self.whole)
 
     def _reply(self, message: Message) -> Message | None:
         """In a thread of its own, and also while this host computes: weights change in `step` alone."""
@@ -137,9 +136,11 @@ class PeersEngine(StreamingEngine):
         round_, gives = self.pending.pop(number), self.peers.gives.pop(number)
         parts = {self.peers.index: round_.own}
         for host, message in gives.items():
-            parts[host] = message.header["steps"], unpacked(message.payload, round_.own[1], self.outer.bits)
+            parts[host] = message.header["steps"], unpacked(message.payload, round_.own[1].device, self.outer.bits)
         whole = sum(steps for steps, _ in parts.values())
-        mean = torch.stack([own * (steps / whole) for steps, own in (parts[host] for host in sorted(parts))]).sum(0)
+        mean = torch.zeros_like(round_.own[1])
+        for host in sorted(parts):
+            mean.add_(parts[host][1], alpha=parts[host][0] / whole)
         hosts = {str(host): parts[host][0] for host in sorted(parts)}
         message = Message({"kind": "mean", "round": number, "fragment": round_.fragment, "hosts": hosts}, packed(mean, self.outer.bits))
         self.peers.to_all(*message)
@@ -149,10 +150,10 @@ class PeersEngine(StreamingEngine):
         header, payload = message
         if header["kind"] == "mean" and header["round"] == self.rounds + 1:
             fragment = header["fragment"]
-            anchors = self.fragments[fragment][1]
+            device = self.anchors[0].device
             self.rounds += 1
             came, is_in = self.came.pop(self.rounds, None), str(self.peers.index) in header["hosts"]
-            self._outer_step(fragment, unpacked(payload, torch.cat(anchors), self.outer.bits), is_in)
+            self._outer_step(fragment, unpacked(payload, device, self.outer.bits), is_in)
             if is_in and came is not None:
                 self.used[fragment] = came
             hosts = {self.outer.peers[int(host)]: steps for host, steps in header["hosts"].items()}
@@ -172,16 +173,12 @@ class PeersEngine(StreamingEngine):
 
 
 def packed(flat: torch.Tensor, bits: int) -> torch.Tensor:
-    """fp32[N] as bytes: uint8."""
-    if bits == 32:
-        return flat.view(torch.uint8)
-    padded = flat.new_zeros(1, -(-flat.numel() // BLOCK) * BLOCK)
-    padded[0, : flat.numel()] = flat
-    return encode(padded).flatten()
+    """fp32[N] as bytes: uint8. In 8 bits N is of whole blocks."""
+    return flat.view(torch.uint8) if bits == 32 else encode(flat.view(1, -1)).flatten()
 
 
-def unpacked(payload: torch.Tensor | None, like: torch.Tensor, bits: int) -> torch.Tensor:
-    """fp32, of the shape and on the device of `like`."""
+def unpacked(payload: torch.Tensor | None, device: torch.device, bits: int) -> torch.Tensor:
+    """fp32[N] of its own."""
     assert payload is not None
-    payload = payload.to(like.device)
-    return payload.view(torch.float32) if bits == 32 else decode(payload.view(1, -1)).flatten()[: like.numel()]
+    payload = payload.to(device)
+    return payload.view(torch.float32).clone() if bits == 32 else decode(payload.view(1, -1)).flatten()

@@ -37,6 +37,7 @@ class StreamingEngine(DiLoCoEngine):
         super().__init__(*args, **options)
         each = (cut(tensors, self.outer.fragments) for tensors in (self.weights, self.anchors, self.moments))
         self.fragments = list(zip(*each, strict=True))
+        self.whole = self.ranks * BLOCK if self.outer.bits == 8 else 1  # what is sent is of a multiple of so many entries
         self.under_way: dict[int, tuple[int, Mean]] = {}
         self.shares_norm = True
 
@@ -60,7 +61,7 @@ class StreamingEngine(DiLoCoEngine):
                 self._take(number)
         if (due := self.outer.sends(self.steps - 1)) is not None:
             weights, anchors, _ = self.fragments[due]
-            self.under_way[due] = self.steps, Mean(torch.cat(anchors) - torch.cat(weights), self.outer.bits, self.ranks)
+            self.under_way[due] = self.steps, Mean(difference(anchors, weights, self.whole), self.outer.bits, self.ranks)
             if not self.outer.delay:
                 self._take(due)
         self.waited += time.perf_counter() - began
@@ -73,7 +74,8 @@ class StreamingEngine(DiLoCoEngine):
         """Of a fragment. `flat`: the mean of its outer gradients. Where this rank's is not in it, its weights move with the outer ones, so
         that its outer gradient stays what it is."""
         weights, anchors, moments = self.fragments[number]
-        deltas = list(flat.split([part.numel() for part in anchors]))
+        sizes = [part.numel() for part in anchors]
+        deltas = list(flat[: sum(sizes)].split(sizes))
         before = [] if is_in else [part.clone() for part in anchors]
         self.outer_step(anchors, moments, deltas)
         if not is_in:
@@ -99,20 +101,18 @@ class StreamingEngine(DiLoCoEngine):
 
 
 class Mean:
-    """The mean of fp32[N] over all ranks, on its way; of one process alone what it comes with. In 8 bits it takes two collectives."""
+    """The mean of fp32[N] over all ranks, on its way; of one process alone what it comes with. In 8 bits it takes two collectives, and N is
+    of whole blocks for each rank."""
 
     def __init__(self, flat: torch.Tensor, bits: int, ranks: int) -> None:
-        self.entries, self.bits, self.ranks = flat.numel(), bits, ranks
+        self.bits, self.ranks = bits, ranks
         self.on = False  # the second collective is begun
         if bits == 8:
-            chunk = -(-self.entries // (ranks * BLOCK)) * BLOCK
-            padded = flat.new_zeros(ranks * chunk)
-            padded[: self.entries] = flat
-            self.sent = encode(padded.view(ranks, chunk))
+            self.sent = encode(flat.view(ranks, -1))
             self.received = torch.empty_like(self.sent) if ranks > 1 else self.sent
             self.work = self._begin(dist.all_to_all_single, self.received, self.sent)
         else:
-            self.sent = flat / ranks
+            self.sent = flat.div_(ranks)
             self.work = self._begin(dist.all_reduce, self.sent)
 
     def send_on(self) -> None:
@@ -128,11 +128,21 @@ class Mean:
         self.send_on()
         if self.work is not None:
             self.work.wait()
-        return decode(self.received).flatten()[: self.entries] if self.bits == 8 else self.sent
+        return decode(self.received).flatten() if self.bits == 8 else self.sent
 
     def _begin(self, collective: Any, *tensors: torch.Tensor) -> Any:
         # In a group of its own: what the loop sums up in each step does not queue behind it.
         return collective(*tensors, group=side_group(dist.group.WORLD), async_op=True) if self.ranks > 1 else None
+
+
+def difference(anchors: Parts, weights: Parts, whole: int) -> torch.Tensor:
+    """Anchors minus weights, end to end, and behind them zeros up to a multiple of `whole` entries."""
+    sizes = [anchor.numel() for anchor in anchors]
+    flat = anchors[0].new_empty(-(-sum(sizes) // whole) * whole)
+    flat[sum(sizes) :] = 0
+    for part, anchor, weight in zip(flat[: sum(sizes)].split(sizes), anchors, weights, strict=True):
+        torch.sub(anchor, weight, out=part)
+    return flat
 
 
 def cut(tensors: Parts, number: int) -> list[Parts]:
