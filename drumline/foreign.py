@@ -10,6 +10,8 @@ import json
 import os
 import re
 import stat
+import sysconfig
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
@@ -24,6 +26,9 @@ MOST_DEPTH = 100
 MOST_WHOLE = 2**63  # limit for whole numbers: torch, numpy and safetensors use 64 bits
 MOST_PATH, MOST_NAME = 4095, 255  # bytes; limits of Linux
 ErrorType = type[UserError]
+# Whose code is not the user's: Python's, installed packages', Drumline's.
+_NOT_USERS = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
+_PACKAGES = {"site-packages", "dist-packages"}
 # A JSON text without these needs no further check.
 _SUSPECT = re.compile(r"\\u[dD][89a-fA-F]|\d{19}")
 
@@ -162,3 +167,12 @@ def first_line(error: BaseException) -> str:
     message = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     vague = isinstance(error, TypeError | AttributeError | LookupError | ArithmeticError | MemoryError | RecursionError) or not message
     return f"{type(error).__name__}: {message}".removesuffix(": ") if vague else message
+
+
+def class_and_line(error: BaseException) -> str:
+    """`ValueError in mine.py:12`: the class of an error, and the line of the user's own code that was run last, if any was."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.suffix == ".py" and not _PACKAGES & {*path.parts} and not any(path.is_relative_to(each) for each in _NOT_USERS):
+            return f"{type(error).__name__} in {path.name}:{frame.lineno}"
+    return type(error).__name__

@@ -27,6 +27,7 @@ from pydantic_core import CoreSchema, SchemaValidator, core_schema
 
 from drumline.core.section import Section, kinds_without_keys
 from drumline.errors import ConfigError
+from drumline.foreign import class_and_line
 
 
 class Spec(Section):
@@ -289,7 +290,7 @@ def imported(load: Callable[[], Any], name: str, where: str, doing: str = "impor
     try:
         return load()
     except (Exception, SystemExit) as error:  # whatever a stranger's module raises
-        raise ConfigError(f"{doing} {name} raised {type(error).__name__}: {error}", where=where) from error
+        raise ConfigError(f"{doing} {name} raised {class_and_line(error)}: {error}", where=where) from error
 
 
 def perhaps(word: str, names: Iterable[str]) -> str:

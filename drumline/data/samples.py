@@ -20,7 +20,7 @@ from drumline.core.registry import find_object
 from drumline.data.sources import describe
 from drumline.data.stream import GlobalOrder, assign
 from drumline.errors import DataError
-from drumline.foreign import first_line
+from drumline.foreign import class_and_line, first_line
 from drumline.vendor.torch import tree_leaves, tree_map_only
 
 COMPARED = 16  # rows of a function that are compared, evenly spaced
@@ -84,7 +84,7 @@ def _digest(samples: Samples, index: int) -> str:
     try:
         leaves = tree_leaves(samples[index])
     except Exception as error:  # the user's own code
-        raise DataError(f"row {index} cannot be read: {type(error).__name__}: {first_line(error)}", where="data.train") from error
+        raise DataError(f"row {index} cannot be read: {class_and_line(error)}: {first_line(error)}", where="data.train") from error
     digest = sha256()
     for leaf in leaves:
         value = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy() if isinstance(leaf, torch.Tensor) else leaf

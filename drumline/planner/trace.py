@@ -35,6 +35,7 @@ from drumline.core.process import run_module
 from drumline.core.registry import make
 from drumline.core.strategy import StrategySpec
 from drumline.errors import DrumlineError
+from drumline.foreign import class_and_line, first_line
 from drumline.hardware.detect import cache_dir
 from drumline.models import adapters
 from drumline.models.attention import attend_by_documents
@@ -344,8 +345,7 @@ def run(plan: Plan, rows: int, length: int, dtype: str | None = None) -> Traced:
     with contextlib.ExitStack() as stack:
         values = _FakeValues(Loaded(), "cpu", 0, stack=stack, packs=config.packs, dtype=DTYPES[dtype] if dtype else None)
         engine = prepare(plan, model, values, _Engine)
-        if dtype:
-            engine.autocast_dtype = None
+        engine.autocast_dtype = None if dtype else engine.autocast_dtype
         batch = config.algorithm.traced_batch(plan, rows, length, int(getattr(model.config, "num_channels", 3)))
         watch, objective = Watch(engine.model, list(found[1])), policy_objective(config.algorithm.build())
         try:
@@ -356,7 +356,7 @@ def run(plan: Plan, rows: int, length: int, dtype: str | None = None) -> Traced:
                 watch.at("-loss")
                 loss_sum.backward()
         except Exception as error:
-            raise Untraceable(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}") from error
+            raise Untraceable(f"{class_and_line(error)}: {first_line(error)}") from error
     return Traced(len(found[1]), watch.saved_at, watch.peaks_at, watch.copies_at_loss, copies_kept, watch.peak - watch.base)
 
 

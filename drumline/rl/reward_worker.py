@@ -29,6 +29,7 @@ from drumline.core.redact import redact, redacted_streams, reveal
 from drumline.core.registry import find_function
 from drumline.core.rollouts import FunctionReward, MathReward, RegexReward, Reward, TaskReward
 from drumline.errors import ConfigError, DrumlineError
+from drumline.foreign import class_and_line
 from drumline.rl.rewards import LARGEST, Channel
 
 NICENESS = 10
@@ -68,7 +69,7 @@ def _answer(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
             return {"failure": f"returned {'None' if returned is None else f'a {type(returned).__name__}'}, not a number"}
         value = float(returned)
     except BaseException as error:  # noqa: BLE001 — SystemExit and KeyboardInterrupt of a reward are failures like others
-        return {"failure": f"raised {redact(f'{type(error).__name__}: {error}')}"[:LONGEST_REASON]}
+        return {"failure": f"raised {redact(f'{class_and_line(error)}: {error}')}"[:LONGEST_REASON]}
     if abs(value) <= LARGEST:
         return {"value": value}
     return {"failure": f"returned {value}" + (f", beyond ±{LARGEST:g}" if math.isfinite(value) else "")}

@@ -22,7 +22,7 @@ from drumline.core.redact import plain, redact
 from drumline.core.registry import find_function, find_object
 from drumline.core.run import TrackerConfig
 from drumline.errors import ConfigError, EnvironmentFault
-from drumline.foreign import first_line
+from drumline.foreign import class_and_line, first_line
 from drumline.telemetry.events import Eval, Event, Restore, Rollout, Save, Step
 from drumline.telemetry.watched import Devices, Samples
 
@@ -182,7 +182,7 @@ def _warn(name: str, error: Exception) -> None:
 
 
 def _line(error: Exception) -> str:
-    return redact(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    return redact(f"{class_and_line(error)}: {' '.join(str(error).split())[:200]}")
 
 
 def find_callbacks(paths: Sequence[str], base_dir: Path) -> list[Any]:
@@ -196,7 +196,7 @@ def find_callbacks(paths: Sequence[str], base_dir: Path) -> list[Any]:
         try:
             made.append(cls())
         except Exception as error:
-            raise ConfigError(f"{path}() raised {type(error).__name__}: {first_line(error)}", where="run.callbacks") from error
+            raise ConfigError(f"{path}() raised {class_and_line(error)}: {first_line(error)}", where="run.callbacks") from error
     return made
 
 

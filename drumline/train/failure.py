@@ -25,6 +25,7 @@ from drumline.core.plan import Plan
 from drumline.core.redact import redact, redacted_streams
 from drumline.dist.start import leave_process
 from drumline.errors import DrumlineError, Preempted
+from drumline.foreign import class_and_line
 from drumline.hardware.detect import detect
 from drumline.parallel.engine import Engine
 from drumline.telemetry import flight
@@ -168,7 +169,7 @@ def note(error: BaseException) -> None:
         message, text, code = error.line(), "", error.rank_code or error.exit_code
         say(f"{'stopped' if isinstance(error, Preempted) else 'error'}: {message}")
     else:
-        message, text, code = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), 1
+        message, text, code = f"{class_and_line(error)}: {error}", "".join(traceback.format_exception(error)), 1
         say(text)
         if dist.is_initialized() and (begun := flight.recent(most=1)):
             more = {"collective": flight.describe(begun[0])}

@@ -53,10 +53,12 @@ def test_secrets_are_in_no_file_of_a_run(tmp_path: Path, monkeypatch: pytest.Mon
     finished = drumline("train", config)
     assert finished.code == 3, finished.err
     (line,) = finished.error_lines
-    assert "100% of the episodes got no reward, in rollout 2 of such in a row: tells raised ValueError: no access with [redacted]" in line
+    raises = REWARD[: REWARD.index("raise ")].count("\n") + 1
+    told = f"tells raised ValueError in mine.py:{raises}: no access with [redacted]"
+    assert f"100% of the episodes got no reward, in rollout 2 of such in a row: {told}" in line
     assert [event["step"] for event in events(run, "step")] == [1] and events(run, "run_end")[-1]["status"] == "stopped"
     (reason,) = events(run, "rollout")[-1]["failures"]["tells"]
-    assert reason == "raised ValueError: no access with [redacted] and [redacted], nor postgres://me:[redacted]@db"
+    assert reason == f"raised ValueError in mine.py:{raises}: no access with [redacted] and [redacted], nor postgres://me:[redacted]@db"
 
     files = [path for path in run.rglob("*") if path.is_file()]
     assert not [(path, secret) for path in files for secret in SECRETS if secret in path.read_bytes()]

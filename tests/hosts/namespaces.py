@@ -56,7 +56,8 @@ class Host:
             stdin=subprocess.DEVNULL,
         )
         self.pid = _first_process(self.starter.pid)
-        _ip("link", "add", self.veth, "type", "veth", "peer", "name", "eth0", "netns", str(self.pid))
+        mac = "02:00:" + ":".join(f"{int(part):02x}" for part in self.address.split("."))  # it stays, as that of a real card
+        _ip("link", "add", self.veth, "type", "veth", "peer", "name", "eth0", "address", mac, "netns", str(self.pid))
         _ip("link", "set", self.veth, "master", self.bridge, "up")
         self.run("hostname", self.name)
         for command in (["addr", "add", f"{self.address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"], ["link", "set", "lo", "up"]):

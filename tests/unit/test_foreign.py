@@ -17,13 +17,24 @@ from drumline import cli, foreign
 from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.config import Config
 from drumline.core.load import load_text
-from drumline.core.registry import Spec, kinds
+from drumline.core.registry import Spec, find_object, kinds
 from drumline.core.rollouts import RolloutSpec
 from drumline.data.fingerprint import hash_file
 from drumline.errors import ConfigError, DataError, EnvironmentFault
 from drumline.telemetry.events import EventLog, Preempt, read
 
 DATA = "data: {train: [{kind: file, path: x.jsonl}]}\n"
+
+
+def test_an_error_of_the_users_code_names_its_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import json\ndef f():\n    return json.loads('{')\n")
+    f = find_object("mine.py:f", tmp_path, "here", "function")
+    with pytest.raises(json.JSONDecodeError) as raised:
+        f()
+    assert foreign.class_and_line(raised.value.with_traceback(raised.tb.tb_next)) == "JSONDecodeError in mine.py:3"
+    with pytest.raises(DataError) as ours:
+        foreign.read_object(tmp_path / "none.json", DataError)
+    assert foreign.class_and_line(ours.value.with_traceback(ours.tb.tb_next)) == "DataError", "no line of the user's"
 
 
 @pytest.fixture

@@ -219,7 +219,7 @@ RECOMPUTED = {"memory": {"activation_checkpointing": "full"}}
     ("builder", "sections", "line"),
     [
         ("number", {}, "build: build gave int, not a torch.nn.Module"),
-        ("fails", {}, "model.path: calling {file}:fails raised RuntimeError: no such layer"),
+        ("fails", {}, "model.path: calling {file}:fails raised RuntimeError in mine.py:13: no such layer"),
         ("Norms", RECOMPUTED, "memory.activation_checkpointing: activation checkpointing × the model: it runs a block twice, and a batch"),
         ("one", RECOMPUTED, "memory.activation_checkpointing: activation checkpointing × the model: Linear has no activation"),
         ("Norms", {"batch": {"global_samples": 4, "micro_batch": 1}}, ""),

@@ -60,7 +60,7 @@ def test_the_short_form_and_an_override_take_a_file_too(tmp_path: Path) -> None:
         ("mine.py:Mein", OWN, "mine.py has no class 'Mein'; did you mean 'Mine'?"),
         ("mine.py:Other", OWN, "is no strategy: it is not derived from drumline.core.strategy.StrategySpec"),
         ("mien.py:Mine", OWN, "did you mean 'mine.py'?"),
-        ("mine.py:Mine", "import nothing_of_this_name", "raised ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+        ("mine.py:Mine", "import nothing_of_this_name", "raised ModuleNotFoundError in mine.py:1: No module named 'nothing_of_this_name'"),
         ("no_such_package.x:Mine", OWN, "there is no module 'no_such_package'"),
         ("{kind: 'mine.py:Mine', perid: 5}", OWN, "strategy.perid: unknown key 'perid' — did you mean 'period'?"),
         ("{kind: 'mine.py:Mine', period: 0}", OWN, "a number greater than 0 is wanted"),

@@ -125,10 +125,10 @@ def test_misbehaviour_costs_its_sample_and_is_named(folder: Path) -> None:
     failures = dict(zip(completions, (s.failures.get("naughty") for s in scored), strict=True))
     assert failures == {
         "ok": None,
-        "raise": "raised ValueError: not today",
+        "raise": "raised ValueError in mine.py:14: not today",
         "hang": "timed out after 1 s",
         "exit": "ended its process (exit code 3)",
-        "leave": "raised SystemExit: 4",
+        "leave": "raised SystemExit in mine.py:17: 4",
         "crash": "crashed its process (SIGSEGV)",
         "nan": "returned nan",
         "text": "returned a str, not a number",
@@ -337,7 +337,7 @@ rewards.score([Item("", "hang", 1)])
         ("mime:length", "there is no module 'mime'; did you mean 'mine'?"),
         ("mine:number", "mine:number is a int, not a function"),
         ("mine:later", "is async"),
-        ("broken.py:f", "raised ZeroDivisionError: division by zero"),
+        ("broken.py:f", "raised ZeroDivisionError in broken.py:1: division by zero"),
         ("deadly:f", "a process for rewards ended its process (exit code 9) while it started"),
         ("nobody", "no installed package offers a reward 'nobody'"),
         ("mine:takes_text", "cannot be called with prompt, completion: got an unexpected keyword argument 'prompt'"),
