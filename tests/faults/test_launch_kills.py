@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -128,7 +129,8 @@ def test_traceback_of_the_first_to_raise_once_and_peers_as_consequence(tmp_path:
     code, said = end(walk(tmp_path / "run", {"max_restarts": 0}, how="raise", rank=1, at=8))
     assert code == 1
     assert said.count("Traceback (most recent call last)") == 1, said
-    assert said.index("rank 1: ValueError: rank 1 does not like step 8") < said.index("Traceback") < said.index("in consequence: rank 0 ")
+    (first,) = re.finditer(r"rank 1: ValueError in \w+\.py:\d+: rank 1 does not like step 8", said)
+    assert first.start() < said.index("Traceback") < said.index("in consequence: rank 0 ")
     assert str(tmp_path / "run" / "logs" / "attempt-0" / "rank-1.log") in said
 
 

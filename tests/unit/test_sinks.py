@@ -95,7 +95,7 @@ def test_a_tracker_that_fails_is_named_once(capsys: pytest.CaptureFixture[str], 
     sink.close()
     assert written == [1, 2]
     (line,) = capsys.readouterr().err.splitlines()
-    assert "wandb gets no more metrics, the run goes on: RuntimeError: no route to host with key [redacted]" in line
+    assert "wandb gets no more metrics, the run goes on: RuntimeError in test_sinks.py:87: no route to host with key [redacted]" in line
 
 
 def test_a_tracker_that_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
