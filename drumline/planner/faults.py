@@ -19,7 +19,7 @@ MTBF_HOURS = 54 * 24 * 16384 / 419
 HOST_LOST = 0.78
 # Seconds (ARCHITECTURE.md, "Faults"): a dead rank is seen at once, a host that is cut off is given up. And from a kill to the first step,
 # as measured with two processes and a tiny model: 5.0 to 7.5. Larger models take longer: cluster.restart_seconds sets it.
-NOTICE_RANK, NOTICE_HOST = 0.1, 8.0
+NOTICE_RANK, NOTICE_HOST = 0.1, 6.0
 RESTART = 7.5
 MOST_SPARES = 1000
 

@@ -233,6 +233,41 @@ def test_tokenizers_without_offsets() -> None:
         Encoder(SlowTokenizer(join=": a"), False, data).encode(Row("a:1", {"messages": TURNS}))
 
 
+SHAPES = {
+    "chatml": CHATML, "default system": DEFAULT_SYSTEM, "no generation prompt": NO_GENERATION_PROMPT, "brackets": BRACKETS, "words": WORDS,
+    "thinks last": THINKS_LAST, "prompts a thought": PROMPTS_THOUGHT, "closes all": CLOSES_ALL, "opens only": OPENS_ONLY, "parts": PARTS,
+    "forgets": FORGETS, "strips": STRIPS,
+}  # fmt: skip
+LAST = ["It is five.", " five\n", "a", "assistant\nfive", "<think>two</think>five", "<|im_end|>", "five\n<|im_start|>assistant\nfive"]
+
+
+@pytest.mark.parametrize("template", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("answer", LAST)
+def test_a_usual_end_is_where_renderings_find_it(template: str, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def result() -> Any:
+        try:
+            return encoder(template).encode(Row("a:1", {"messages": [*TURNS[:3], {"role": "assistant", "content": answer}]})).learn.tolist()
+        except DataError as error:
+            return str(error)
+
+    quick = result()
+    monkeypatch.setattr(Encoder, "_usual_end", lambda *_: None)
+    assert quick == result()
+
+
+def test_a_usual_answer_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    using, seen, whole = encoder(CHATML), list[dict[str, Any]](), Encoder._render
+
+    def render(*given: Any, **options: Any) -> Any:
+        seen.append(options)
+        return whole(*given, **options)
+
+    using.encode(Row("a:1", {"messages": TURNS[:2]}))
+    monkeypatch.setattr(Encoder, "_render", render)
+    using.encode(Row("a:2", {"messages": TURNS[:2]}))
+    assert seen == [{}]
+
+
 # ----------------------------------------------------------------------------------------------------------- truncation
 
 

@@ -19,8 +19,8 @@ from multiprocessing.context import AuthenticationError
 from typing import Any
 
 BEAT_SECONDS = 1.0
-AGENT_SECONDS = 6.0  # since an agent sent the newest beat that the launcher has heard: then it kills its ranks
-SILENT_SECONDS = 8.0  # since the launcher has heard anything of a host: then it is given up. Above AGENT_SECONDS, for the kill
+AGENT_SECONDS = 4.5  # since an agent sent the newest beat that the launcher has heard: then it kills its ranks
+SILENT_SECONDS = 6.0  # since the launcher has heard anything of a host: then it is given up. Above AGENT_SECONDS, for the kill
 CONNECT_SECONDS = 10.0
 HANDSHAKE_SECONDS = 10.0  # for one answer
 LONGEST = 2**24  # bytes of a message
