@@ -1,6 +1,7 @@
 """Seconds and memory of preparing rows: `drumline prepare` against `datasets.map` with the same tokenizer, chat template and length, each
 in a process of its own that streams one file of short conversations, with as many tokenising processes. Peak memory is that of the process
 that reads and writes, without file pages (RssAnon), and the largest of its children; the second start finds the cache. `datasets.map`
+Core seconds are those of all its processes. `datasets.map`
 tokenises alone; "with masks" it also says which tokens are learned, as Drumline does, from the length of the prompt's own tokens.
 
     python benchmarks/prepare_rows.py --rows 100000 1000000 --out benchmarks/results/prepare_rows-cpu.json
@@ -74,6 +75,7 @@ def tool(name: str, base: Path, rows: Path, workers: int, extra: dict[str, Any])
         assert plan is not None, "the cache is there"
         return {"seconds": time.perf_counter() - start, "samples": plan.train_samples}
     peak, start = Peak(), time.perf_counter()
+    before = os.times()
     if name == "drumline":
         tokens = prepare(config, str(base / "tokenizer"), base).train_tokens
     else:
@@ -94,7 +96,8 @@ def tool(name: str, base: Path, rows: Path, workers: int, extra: dict[str, Any])
         loaded = datasets.load_dataset("json", data_files=str(rows), split="train", cache_dir=str(base / "hf"))
         made = loaded.map(encode, batched=True, num_proc=workers if workers > 1 else None, remove_columns=["prompt", "completion"])
         tokens = sum(len(ids) for batch in made.iter(1000) for ids in batch["input_ids"])
-    return {"seconds": time.perf_counter() - start, "tokens": tokens, **peak.read()}
+    seconds, cores = time.perf_counter() - start, sum(os.times()[:4]) - sum(before[:4])
+    return {"seconds": seconds, "core_seconds": cores, "tokens": tokens, **peak.read()}
 
 
 def run(name: str, base: Path, rows: Path, workers: int, extra: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -112,7 +115,7 @@ def main() -> None:
     given = parser(__doc__)
     given.add_argument("--rows", type=int, nargs="+", default=[100_000, 1_000_000])
     given.add_argument("--workers", type=int, default=2, help="tokenising processes of each tool")
-    given.add_argument("--alone", action="store_true", help="without datasets.map")
+    given.add_argument("--alone", action="store_true", help="without datasets.map, filters and duplicates")
     options = parse(given, rows=[3000], workers=1)
     from tests.tiny import tiny_tokenizer
 
@@ -124,10 +127,10 @@ def main() -> None:
             make_rows(rows := base / "rows.jsonl", count)
             found = {"file_bytes": rows.stat().st_size, "drumline": run("drumline", base, rows, options.workers)}
             found["warm"] = run("warm", base, rows, options.workers)
-            found["filtered, deduplicated"] = run(
-                "drumline", base, rows, options.workers, {"where": "length(prompt) > 12", "duplicates": "exact"}
-            )
             if not options.alone:
+                found["filtered, deduplicated"] = run(
+                    "drumline", base, rows, options.workers, {"where": "length(prompt) > 12", "duplicates": "exact"}
+                )
                 found |= {
                     f"datasets.map{more}": run(more.strip(", ") or "alone", base, rows, options.workers) for more in ("", ", with masks")
                 }
@@ -135,7 +138,10 @@ def main() -> None:
         for name, each in found.items():
             if isinstance(each, dict):
                 sizes = [f", {key} {each[key] / 2**20:,.0f} MiB" for key in ("own_bytes", "largest_child_bytes") if key in each]
-                print(f"{count:>10,} rows  {name:<24} {each['seconds']:8.2f} s{''.join(sizes)}", flush=True)
+                print(
+                    f"{count:>10,} rows  {name:<24} {each['seconds']:8.2f} s, {each.get('core_seconds', 0):8.2f} core s{''.join(sizes)}",
+                    flush=True,
+                )
     write({"prepare_rows": figures}, options.out)
 
 
