@@ -70,6 +70,10 @@ ARCHITECTURES = {
     },
     "gpt_oss": {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 32},
     "qwen2": _COMMON,
+    "apertus": _COMMON,  # its activation's numbers are saved without a dimension
+    "granitemoe": {**_COMMON, **_MIXTURE, "num_local_experts": 4},  # only its experts have a tensor-parallel plan
+    # The biases of its routers are in no loss.
+    "ernie4_5_moe": {**_COMMON, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
     "gpt2": {"n_embd": 32, "n_head": 4, "n_positions": 512, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
 

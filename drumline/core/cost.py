@@ -123,7 +123,7 @@ class Volume:
 
     def add(self, kind: Collective, bytes_: float, ranks: int, axis: Axis, calls: float = 1, beside: Beside = "nothing") -> None:
         if ranks > 1 and bytes_:
-            self.flows.append(Flow(kind, self.part * SHARES[kind](bytes_, ranks), ranks, axis, self.part * calls, beside))
+            self.flows.append(Flow(kind, self.part * SHARES[kind](bytes_, ranks), ranks, axis, self.part * (calls or 1), beside))
 
     def traffic(self) -> Traffic:
         """All of it, by kind of collective."""

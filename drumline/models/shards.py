@@ -152,7 +152,7 @@ def copy_part(tensor: torch.Tensor, source: Any) -> None:
     if local.numel():
         place = tuple(slice(start, start + length) for start, length in zip(offset, local.shape, strict=True))
         with torch.no_grad():
-            local.copy_(source[place] if place else source[:] if not isinstance(source, torch.Tensor) else source)
+            local.copy_(source[place])
 
 
 def from_files(path: str, source: ModelConfig, model: Any, fresh: frozenset[str] = frozenset()) -> FromFiles:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from drumline.core.cost import BUCKET
+from drumline.errors import ModelError
 from drumline.parallel.compress import Compressor
 from drumline.parallel.experts import of_experts
 from drumline.parallel.norms import local
@@ -68,8 +69,19 @@ class Replicated(Spread):
         with contextlib.nullcontext() if last or self.records_graph else self.ddp.no_sync():
             yield
         self.records_graph = False
+        if last and not (self.ddp.static_graph or self.ddp.find_unused_parameters):
+            self._require_gradients()
         if last and self.compressor:
             self.compressor.step += 1
+
+    def _require_gradients(self) -> None:
+        """Raises ModelError for weights that this backward has not reached: DDP would leave others unaveraged, and say so a step later."""
+        learning = [(name, weight) for name, weight in self.inner.named_parameters() if weight.requires_grad]
+        without = [name.replace("_orig_mod.", "").removeprefix("model.") for name, weight in learning if weight.grad is None]
+        if 0 < len(without) < len(learning):  # none has one where they step within backward, or nothing was learned
+            more = f" and {len(without) - 3} more" if len(without) > 3 else ""
+            fix = "set strategy.find_unused_parameters: true, or leave them out with model.freeze"
+            raise ModelError(f"no gradient reaches {', '.join(without[:3])}{more}, and DDP waits for it", where="model", fix=fix)
 
     def exposed_communication(self) -> float:
         clocks = self.ddp._get_ddp_logging_data()

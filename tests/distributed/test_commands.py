@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import drumline, events, weights, write_config
-from tests.tiny import tiny_model_dir
+from tests.harness import drumline, events, losses, weights, write_config
+from tests.tiny import tiny_architecture_dir, tiny_model_dir
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +97,34 @@ def test_schema_validates_the_examples_shape() -> None:
 
 def test_help_and_version() -> None:
     assert "train" in drumline("--help").out and drumline("--version").out.strip()
+
+
+def test_weights_that_no_gradient_reaches(tmp_path: Path) -> None:
+    """The biases of these routers choose experts, and are in no loss. DDP says so before a step is taken, or finds them."""
+    model = tiny_architecture_dir(tmp_path / "model", "ernie4_5_moe")
+    refused = drumline("train", write_config(tmp_path, model, launch={"nproc": 2}, run={"steps": 2}))
+    (line,) = refused.error_lines
+    assert refused.code == 2 and "no gradient reaches model.layers.1.mlp.gate.moe_statics.e_score_correction_bias" in line
+    assert "set strategy.find_unused_parameters: true, or leave them out with model.freeze" in line
+    found: dict[str, float] = {}
+    for name, sections in (
+        ("unused", {"strategy": {"kind": "ddp", "find_unused_parameters": True}}),
+        ("frozen", {"model": {"freeze": [f"model.layers.{layer}.mlp.gate.moe_statics" for layer in (1, 2, 3)]}}),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        trained = drumline("train", write_config(folder, model, launch={"nproc": 2}, run={"steps": 2}, **sections))
+        assert trained.code == 0, trained.err
+        found[name] = losses(folder / "run")[2]
+    assert found["unused"] == found["frozen"]
+
+
+@pytest.mark.parametrize(("kind", "strategy"), [("apertus", {"kind": "fsdp2"}), ("granitemoe", {"kind": "ddp", "tp": 2})])
+def test_architectures_of_others(tmp_path: Path, kind: str, strategy: dict[str, Any]) -> None:
+    model, told = tiny_architecture_dir(tmp_path / "model", kind), []
+    for name, sections in (("one", {}), ("two", {"strategy": strategy, "launch": {"nproc": 2}})):
+        (tmp_path / name).mkdir()
+        trained = drumline("train", write_config(tmp_path / name, model, run={"steps": 2}, **sections))
+        assert trained.code == 0, trained.err
+        told.append(losses(tmp_path / name / "run"))
+    assert told[1] == pytest.approx(told[0], rel=1e-5)
