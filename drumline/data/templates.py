@@ -294,9 +294,9 @@ class Encoder:
     @cached_property
     def _usual_tail(self) -> str | None:
         """What the template writes behind the last answer; None where it does not put an answer right behind its header."""
-        asked, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
+        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
         try:
-            head, text = self._render([asked], Row("", {}), add_generation_prompt=True), self._render([asked, answer], Row("", {}))
+            head, text = self._render([question], Row("", {}), add_generation_prompt=True), self._render([question, answer], Row("", {}))
         except DataError:
             return None
         return text.removeprefix(f"{head}!") if text.startswith(f"{head}!") else None
