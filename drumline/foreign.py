@@ -6,6 +6,7 @@ encode, and with `numbers` no whole numbers of more than 64 bits.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from drumline.errors import DrumlineError, UserError
+from drumline.errors import DrumlineError, EnvironmentFault, UserError
 
 MIB = 2**20
 MOST_BYTES = 64 * MIB  # limit for a file that is read at once; the largest tokenizers have 40 MB
@@ -159,6 +160,22 @@ def judged(what: str, where: str, error_type: ErrorType, fix: str | None = None)
         raise
     except BaseException as error:  # bad values can raise anything; Rust libraries panic with a BaseException
         raise error_type(f"{what}: {first_line(error)}", where=where, fix=fix) from error
+
+
+def require_package(module: str, where: str, fix: str | None = None) -> None:
+    """Raises EnvironmentFault where a module cannot be imported; nothing is."""
+    package = {"PIL": "pillow"}.get(module, module.replace("_", "-"))
+    if importlib.util.find_spec(module) is None:
+        raise EnvironmentFault(f"the package {package} is missing", where=where, fix=fix or f"pip install {package}")
+
+
+@contextmanager
+def disk_errors(what: str, where: str, error_type: type[DrumlineError], fix: str | None = None) -> Iterator[None]:
+    """For reads and writes: an OSError becomes an `error_type` of one line that begins with `what`."""
+    try:
+        yield
+    except OSError as error:
+        raise error_type(f"{what}: {error.strerror or error}", where=where, fix=fix) from error
 
 
 def first_line(error: BaseException) -> str:

@@ -31,6 +31,7 @@ from drumline.core.signals import LauncherSignals
 from drumline.dist.reduce import from_all
 from drumline.dist.start import Ranks, start, stop
 from drumline.errors import EnvironmentFault, Preempted, UserError, WorkerFailed
+from drumline.foreign import disk_errors
 from drumline.hardware.cluster import (
     Calibration,
     Measured,
@@ -152,21 +153,17 @@ def write(calibration: Calibration, path: Path, *, measured: str, quick: bool) -
     for (kind, ranks), line in sorted(calibration.collectives.items()):
         collectives.setdefault(kind, {})[str(ranks)] = vars(line)
     values = {"version": 1, "measured": measured, "quick": quick, **asdict(calibration), "collectives": collectives}
-    try:
+    with disk_errors("cannot be written", str(path), EnvironmentFault, "choose another place"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(values, indent=1) + "\n", shared=True)
-    except OSError as error:
-        raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(path), fix="choose another place") from None
 
 
 def _require_space(folder: Path, bytes_: int, fix: str) -> None:
     """Raises EnvironmentFault where a folder cannot be made or written to, or has too little space."""
-    try:
+    with disk_errors("cannot be written to", str(folder), EnvironmentFault, fix):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        raise EnvironmentFault(f"cannot be written to: {error.strerror}", where=str(folder), fix=fix) from None
     if free_bytes(folder) < bytes_:
         raise EnvironmentFault(f"less than {bytes_ / 2**20:.0f} MiB are free", where=str(folder), fix=f"free space, or {fix}")
 

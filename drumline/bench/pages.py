@@ -17,6 +17,7 @@ from rich.text import Text
 
 from drumline.core.files import write_whole
 from drumline.errors import EnvironmentFault
+from drumline.foreign import disk_errors
 from drumline.report.bars import notes
 
 Rows = Sequence[Sequence[str]]
@@ -31,16 +32,14 @@ STYLE = (
 def claim(folder: Path, mark: str, thing: str) -> bool:
     """Make a folder; whether it is an earlier one of this kind already, which has a file `mark`. Raises EnvironmentFault for one that holds
     something else, or cannot be made."""
-    where = {"where": str(folder), "fix": "name another folder with --to"}
+    fix = "name another folder with --to"
     if (folder / mark).exists():
         return True
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise EnvironmentFault(f"holds something that is not a {thing}", **where)
-    try:
+        raise EnvironmentFault(f"holds something that is not a {thing}", where=str(folder), fix=fix)
+    with disk_errors("cannot be written", str(folder), EnvironmentFault, fix):
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / mark, "{}\n", private=True)
-    except OSError as error:
-        raise EnvironmentFault(f"cannot be written: {error.strerror}", **where) from None
     return False
 
 

@@ -43,6 +43,7 @@ from drumline.checkpoint.remote import CHECKPOINTS, Store, choose, copy_here, ma
 from drumline.core.files import sync, take_name
 from drumline.core.mesh import share
 from drumline.errors import CheckpointError
+from drumline.foreign import disk_errors
 
 PIECE_BYTES = 16 << 20  # of a file on its way to another disk
 HERE = ".here-"
@@ -259,10 +260,8 @@ class Gatherer:
         def look_there() -> dict[str, Manifest]:
             if self.store is None:
                 return {}
-            try:
+            with disk_errors("cannot be read", self.store.url, CheckpointError):
                 return {_key(manifest): manifest for manifest in manifests(self.store).values()}
-            except OSError as error:
-                raise CheckpointError(f"cannot be read: {error.strerror or error}", where=self.store.url) from error
 
         self.at_store = self.ranks.first(look_there)
         known, skipped = dict(self.at_store), []

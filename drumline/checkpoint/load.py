@@ -36,6 +36,7 @@ from drumline.checkpoint.remote import choose_or_none, state_at
 from drumline.checkpoint.storage import Reader, dtype_name, read_index
 from drumline.core.mesh import share
 from drumline.errors import CheckpointError
+from drumline.foreign import disk_errors
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 HASHING_THREADS = 8
@@ -174,11 +175,9 @@ def _structure(path: Path) -> Manifest:
     for name, record in manifest.files.items():
         if name not in present:
             raise CheckpointError("is missing", where=str(path / name))
-        try:
+        with disk_errors("cannot be read", str(path / name), CheckpointError):
             with open_regular(path / name) as file:
                 size = file.seek(0, 2)
-        except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(path / name)) from error
         if size != record.bytes:
             raise CheckpointError(f"has {size:,} bytes, {record.bytes:,} were written", where=str(path / name))
     for name in (STATE, INDEX):
@@ -208,10 +207,8 @@ def _require_file(path: Path, name: str, manifest: Manifest) -> None:
     place = str(path / name)
     if name not in manifest.files:
         raise CheckpointError(f"the manifest has no {name}", where=str(path / MANIFEST))
-    try:
+    with disk_errors("cannot be read", place, CheckpointError):
         found = record_of(path / name)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror or error}", where=place) from error
     if found != manifest.files[name]:
         raise CheckpointError("damaged: its content is not what was written (sha256 differs)", where=place)
 

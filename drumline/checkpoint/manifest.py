@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from drumline.errors import CheckpointError
+from drumline.foreign import disk_errors
 
 WRITE_BUFFER = 1 << 20  # bytes
 
@@ -159,11 +160,9 @@ def require_plain(manifest: Manifest, place: str) -> Manifest:
 
 
 def _content(path: Path) -> bytes:
-    try:
+    with disk_errors("cannot be read", str(path), CheckpointError):
         with open_regular(path) as file:
             return file.read()
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
 
 
 def _of_folder(manifest: Manifest, folder: Path, name: str) -> Manifest:

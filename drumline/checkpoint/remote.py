@@ -41,7 +41,7 @@ from drumline.core.process import this_process
 from drumline.core.redact import redact
 from drumline.core.urls import is_url, url_mistake
 from drumline.errors import CheckpointError, EnvironmentFault
-from drumline.foreign import first_line
+from drumline.foreign import disk_errors, first_line
 
 CHECKPOINTS, OWNER = "checkpoints", "owner.json"
 COPIED = ("plan.json", "config.yaml", "events.jsonl")  # of the run folder
@@ -92,10 +92,8 @@ class Store:
             if here.record() != manifest.files[to.name]:
                 raise OSError("its content is not what was written (sha256 differs)")
 
-        try:
+        with disk_errors("cannot be read", f"{self.url}/{name}", CheckpointError):
             self._repeat(name, copy)
-        except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror or error}", where=f"{self.url}/{name}") from error
 
     def sizes(self, name: str) -> dict[str, int]:
         """File → bytes, of those right in a folder; empty where there is none."""
@@ -240,7 +238,7 @@ def choose(url: str, which: str | int = "last") -> tuple[Store, str, Manifest]:
     """
     if (mistake := url_mistake(url)) and not url.startswith("memory://"):
         raise CheckpointError(mistake, where=redact(url), fix="name a checkpoint or a run by its URL alone")
-    try:
+    with disk_errors("cannot be read", url, CheckpointError):
         store = Store(url)
         if (own := manifest_at(store, "")) is not None:
             return store, "", own
@@ -251,8 +249,6 @@ def choose(url: str, which: str | int = "last") -> tuple[Store, str, Manifest]:
         name = folder_name(which) if isinstance(which, int) else which
         if name in (LATEST, "last", BEST):
             name = max(found, key=lambda name: found[name].serial, default=name)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror or error}", where=url) from error
     if name not in found:
         what = "holds no finished checkpoint" if not found else f"holds no {name}, but {', '.join(found)}"
         raise CheckpointError(what, where=url, fix="name a checkpoint, or the run's URL as checkpoint.url has it")
@@ -261,19 +257,15 @@ def choose(url: str, which: str | int = "last") -> tuple[Store, str, Manifest]:
 
 def choose_or_none(url: str) -> tuple[Store, str, Manifest] | None:
     """The newest checkpoint of a run at a URL; None where there is none. Raises CheckpointError."""
-    try:
+    with disk_errors("cannot be read", url, CheckpointError):
         return choose(url) if manifests(Store(url)) else None
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror or error}", where=url) from error
 
 
 def require_unused(url: str) -> None:
     """Raises EnvironmentFault for a URL that holds checkpoints, or that cannot be used."""
-    try:
+    fix = "look at the bucket's name, the credentials in the environment, and the endpoint"
+    with disk_errors("cannot be used", f"checkpoint.url {url}", EnvironmentFault, fix):
         found = manifests(Store(url))
-    except OSError as error:
-        fix = "look at the bucket's name, the credentials in the environment, and the endpoint"
-        raise EnvironmentFault(f"cannot be used: {error.strerror or error}", where=f"checkpoint.url {url}", fix=fix) from error
     if found:
         fix = "add --resume to go on with it, or choose another checkpoint.url"
         raise EnvironmentFault(f"the URL holds the checkpoints of a run ({', '.join(found)})", where=url, fix=fix)
@@ -282,10 +274,8 @@ def require_unused(url: str) -> None:
 def state_at(url: str, which: str | int = "last") -> tuple[str, dict[str, Any]]:
     """(the place, the run's state) of a checkpoint at a URL. Raises CheckpointError."""
     store, folder, _ = choose(url, which)
-    try:
+    with disk_errors("cannot be read", f"{store.url}/{folder}", CheckpointError):
         raw = store.read(f"{folder}/{STATE}".lstrip("/"))
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror or error}", where=f"{store.url}/{folder}") from error
     state = json.loads(raw)
     assert isinstance(state, dict)
     return f"{store.url}/{folder}".rstrip("/"), state

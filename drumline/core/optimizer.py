@@ -3,7 +3,6 @@ A new kind is a row of KINDS and a function there."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from pydantic import Field
 
 from drumline.core.rule import Case, Refusal, plain, sees
 from drumline.core.section import Count, Ranks, Section, Weight
-from drumline.errors import EnvironmentFault, PlanError
+from drumline.errors import PlanError
+from drumline.foreign import require_package
 from drumline.hardware.cluster import Collective
 
 if TYPE_CHECKING:
@@ -137,9 +137,8 @@ class OptimizerConfig(Section):
 
     def require(self) -> None:
         """Raises EnvironmentFault for a missing package, without importing it."""
-        if self.does.package and importlib.util.find_spec(self.does.package) is None:
-            what = f"the package {self.does.package} is missing"
-            raise EnvironmentFault(what, where="optimizer.kind", fix=f"pip install {self.does.package}")
+        if self.does.package:
+            require_package(self.does.package, "optimizer.kind")
 
 
 def _is_matrix(weight: facts.Weight) -> bool:

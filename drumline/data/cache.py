@@ -32,6 +32,7 @@ import numpy.typing as npt
 
 from drumline.core import files
 from drumline.errors import DataError, EnvironmentFault
+from drumline.foreign import disk_errors
 
 VERSION = 4  # raise it when the same input gives other files
 BLOCK = 1 << 26  # bytes that a checksum covers, so that ranks can divide one large file
@@ -230,10 +231,8 @@ def verify(folder: Path, sha256: dict[str, list[str]], rank: int = 0, ranks: int
     """Verify this rank's share of the blocks of a cache. Raises DataError that names the file with a wrong checksum."""
     blocks = [(name, block) for name, digests in sorted(sha256.items()) for block in range(len(digests))]
     for name, block in blocks[rank::ranks]:
-        try:
+        with disk_errors("cannot be read", str(folder / name), DataError):
             same = _digest(folder / name, block) == sha256[name][block]
-        except OSError as error:
-            raise DataError(f"cannot be read: {error.strerror or error}", where=str(folder / name)) from error
         if not same:
             what = f"damaged: bytes from {block * BLOCK:,} on are not what was written (sha256 differs)"
             raise DataError(what, where=str(folder / name), fix="make it again: drumline prepare CONFIG.yaml")

@@ -16,7 +16,7 @@ from drumline.core.data import PAIR_FORMS, PROMPT_FORMS, DigitsSource, FileSourc
 from drumline.core.files import whole_file
 from drumline.data.places import DataFile
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import MIB, judged, parse_json
+from drumline.foreign import MIB, disk_errors, judged, parse_json
 from drumline.hardware.detect import cache_dir
 
 MOST_LINE = 256 * MIB  # bytes of one row
@@ -37,10 +37,8 @@ def read_file(file: DataFile, source: FileSource) -> Iterator[Raw]:
     if reader is None:
         known = " ".join(sorted(_READERS))
         raise DataError(f"unknown kind of file {file.kind!r}", where=file.name, fix=f"Drumline reads {known}")
-    try:
+    with disk_errors("cannot be read", file.name, DataError):
         yield from reader(file, source)
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror or error}", where=file.name) from error
 
 
 def _lines(file: DataFile) -> Iterator[tuple[int, str]]:
@@ -297,7 +295,7 @@ def read_digits(source: DigitsSource) -> Iterator[Raw]:
     count = len(digits.target)
     numbers = {"train": range(count - TEST_DIGITS), "test": range(count - TEST_DIGITS, count), "all": range(count)}[source.split]
     folder = cache_dir() / "digits"
-    try:
+    with disk_errors("cannot be written", str(folder), EnvironmentFault, "set XDG_CACHE_HOME"):
         folder.mkdir(parents=True, exist_ok=True)
         for number in numbers:
             path = folder / f"{number:04}.png"
@@ -306,5 +304,3 @@ def read_digits(source: DigitsSource) -> Iterator[Raw]:
                 with whole_file(path, shared=True) as file:
                     Image.fromarray(grey).save(file, format="png")
             yield f"digits/{source.split}:{number}", {"image": str(path), "label": int(digits.target[number])}
-    except OSError as error:
-        raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(folder), fix="set XDG_CACHE_HOME") from error

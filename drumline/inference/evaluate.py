@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -34,7 +33,7 @@ from drumline.data.cache import TokenCache
 from drumline.data.sources import read_rows
 from drumline.data.templates import Encoder
 from drumline.errors import CheckpointError, ConfigError, DataError, DrumlineError, EnvironmentFault, UserError
-from drumline.foreign import read_object
+from drumline.foreign import disk_errors, read_object, require_package
 from drumline.inference.model import Model, exported_folder, open_model, open_plan
 from drumline.launchers.environment import launched_by
 from drumline.launchers.local import launch
@@ -42,7 +41,7 @@ from drumline.report.bars import bars
 from drumline.rl.rewards import Item, Rewards
 from drumline.telemetry.events import Eval, Event
 from drumline.train.setup import EVAL_RESULTS, Request, make_plan
-from drumline.train.tasks import metrics_of
+from drumline.train.tasks import harness_errors, metrics_of
 
 # An evaluation is over or not: nothing is started again, and only the caller gets the result.
 ALONE = ["launch.max_restarts=0", "run.report_to=[]", "checkpoint.url=null", "checkpoint.replicas=0", "checkpoint.in_memory_every=null"]
@@ -168,12 +167,10 @@ def show(title: str, metrics: dict[str, Any]) -> None:
 def write(run_dir: Path, section: str, result: dict[str, Any]) -> None:
     """Lay a section over RUN/eval.json; the others stay. Raises EnvironmentFault."""
     path = run_dir / EVAL_RESULTS
-    try:
+    with disk_errors("cannot be written", str(path), EnvironmentFault, "move it away, or mend the folder"):
         known = read_object(path, EnvironmentFault, "move it away") if path.exists() else {}
         run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps({**known, section: {"time": time.time(), "drumline": __version__, **result}}, indent=2) + "\n")
-    except OSError as error:
-        raise EnvironmentFault(f"cannot be written: {error}", where=str(path), fix="move it away, or mend the folder") from error
     Console(stderr=True).print(f"written to {path}", highlight=False, soft_wrap=True)
 
 
@@ -244,8 +241,7 @@ def harness(
     `limit`: questions of each task. `include_path`: a folder of further task YAMLs. Raises EnvironmentFault without the package, and
     for whatever the harness fails on: a task that it does not know, data that cannot be had.
     """
-    if importlib.util.find_spec("lm_eval") is None:
-        raise EnvironmentFault("the package lm-eval is missing", where="--lm-eval", fix="pip install lm-eval")
+    require_package("lm_eval", "--lm-eval")
     source = place or (run_folder(config_path, overrides) if config_path.suffix in YAML else config_path)
     if not source.exists():
         raise CheckpointError("no such run or folder", where=str(source), fix="train first, or name one with --checkpoint")
@@ -275,15 +271,10 @@ def _evaluate(model: dict[str, Any], tasks: list[str], limit: int | None, includ
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    try:
+    with harness_errors("--lm-eval " + ",".join(tasks)):
         manager = TaskManager(include_path=str(include_path) if include_path else None)
         loaded = "hf" if isinstance(model["pretrained"], str) else HFLM(**model, batch_size=8)
         arguments = {"model_args": model, "batch_size": 8} if loaded == "hf" else {}
         found = lm_eval.simple_evaluate(model=loaded, tasks=tasks, limit=limit, task_manager=manager, **arguments)
-    except DrumlineError:
-        raise
-    except Exception as error:  # a boundary: tasks are code and data of strangers, mostly fetched over a network
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise EnvironmentFault(f"lm-eval failed: {type(error).__name__}: {lines[0][:300]}", where="--lm-eval " + ",".join(tasks)) from error
     assert found is not None, "this process is the first rank"
     return metrics_of(found["results"])

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from drumline.core.plan import Plan
 from drumline.core.rollouts import HFGenerator as HFConfig
 from drumline.core.signals import CtrlC
 from drumline.dist.seeds import derive
-from drumline.errors import DataError, EnvironmentFault, ModelError, UserError
-from drumline.foreign import judged, read_object
+from drumline.errors import DataError, ModelError, UserError
+from drumline.foreign import judged, read_object, require_package
 from drumline.models.adapters import CONFIG as ADAPTER
 from drumline.models.adapters import read_over
 from drumline.models.build import build_model
@@ -158,8 +157,7 @@ def _from_folder(source: str, trust_remote_code: bool) -> Model:
     base = read_object(adapter, ModelError).get("base_model_name_or_path")
     if not isinstance(base, str):
         raise ModelError("names no base_model_name_or_path", where=str(adapter), fix="put it in: a folder or hub id")
-    if find_spec("peft") is None:
-        raise EnvironmentFault("the package peft is missing", where=source, fix="pip install peft")
+    require_package("peft", source)
     whole = _pretrained(base, model)
     with judged("cannot be laid over its base", source, ModelError, "give a folder that PEFT wrote"):
         return Model(

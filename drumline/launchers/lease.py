@@ -24,6 +24,7 @@ from typing import Any, Self
 from drumline.core.files import create_whole, write_whole
 from drumline.core.process import ProcessId, this_process
 from drumline.errors import EnvironmentFault
+from drumline.foreign import disk_errors
 
 NAME = "run.lock"
 STOP = f"{NAME}.stop"  # beside it: the token of the lease whose holder shall stop
@@ -52,7 +53,7 @@ class Lease:
 
     def __enter__(self) -> Self:
         self._made = not self.run_dir.exists()
-        try:
+        with disk_errors("cannot write the run folder", str(self.run_dir), EnvironmentFault, "choose another with run.dir=…"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             if self.after is not None:
                 self._wait_for_the_other()
@@ -62,9 +63,6 @@ class Lease:
                 followed = True
             if followed:
                 self._confirm()
-        except OSError as error:
-            why = f"cannot write the run folder: {error.strerror or error}"
-            raise EnvironmentFault(why, where=str(self.run_dir), fix="choose another with run.dir=…") from error
         self._thread = threading.Thread(target=self._keep, daemon=True, name="drumline-lease")
         self._thread.start()
         return self
@@ -198,10 +196,8 @@ def holders(run_dirs: Sequence[Path]) -> dict[Path, Holder]:
 
 def request_stop(run_dir: Path, token: str) -> None:
     """Have the holder of a run folder stop as by SIGTERM, on whichever host it is. Raises EnvironmentFault."""
-    try:
+    with disk_errors("cannot be written", str(run_dir / STOP), EnvironmentFault, "stop it as its owner"):
         write_whole(run_dir / STOP, token)
-    except OSError as error:
-        raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(run_dir / STOP), fix="stop it as its owner") from None
 
 
 def has_lease(token: str, run_dir: Path, seconds: float) -> bool:

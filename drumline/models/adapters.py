@@ -6,7 +6,6 @@ taken off the base layer) and rows of tokens: these begin as functions of a whol
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 import re
 import warnings
@@ -20,10 +19,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from drumline.core.config import LoRAConfig, LoRAFactors
-from drumline.core.model import ModelConfig
 from drumline.core.registry import nearest
 from drumline.dist.seeds import derive, drawing
-from drumline.errors import EnvironmentFault, ModelError
+from drumline.errors import ModelError
+from drumline.foreign import require_package
 from drumline.models.blocks import blocks, whole_layer
 from drumline.models.packed import PackedLinear
 from drumline.models.scores import extra_heads
@@ -34,12 +33,6 @@ TRAINED = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector)\.[^.]+\.weight$|\
 WHERE = "adapter.targets"
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ROUNDS = 16  # of subspace iteration for `pissa_fast`
-
-
-def require_trainable(adapter: LoRAConfig, model: ModelConfig) -> None:
-    """Raises EnvironmentFault for a missing package, without importing it."""
-    if importlib.util.find_spec("peft") is None:
-        raise EnvironmentFault("the package peft is missing", where="adapter", fix="pip install peft")
 
 
 def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) -> list[str]:
@@ -80,10 +73,8 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
     """Inject adapters into `target_names`, and freeze all else but `modules_to_save` and heads that no language model has (scores, values,
     classes), which stay fully trainable. The values depend on `seed` and the weights alone, not on the number of ranks. A model on the meta
     device gets adapters there, to be filled with `first_values` and `begin`."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:  # `require_trainable` checks this for a run, but not for a plan alone
-        raise EnvironmentFault("the package peft is missing", where="adapter", fix="pip install peft") from error
+    require_package("peft", "adapter")
+    from peft import LoraConfig, inject_adapter_in_model
 
     trained = _named_below(model, adapter.modules_to_save)
     wanted = {NAME: adapter, **adapter.more}

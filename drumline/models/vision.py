@@ -7,7 +7,6 @@ images, text and video together requires), and the same image gives the same num
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +17,8 @@ import numpy.typing as npt
 
 from drumline.core.config import Config
 from drumline.core.model import ModelConfig
-from drumline.errors import DataError, EnvironmentFault, ModelError
+from drumline.errors import DataError, ModelError
+from drumline.foreign import require_package
 from drumline.models.classes import LM, is_vision_language
 from drumline.models.files import find_file, from_hub, hub_options
 from drumline.models.scores import side_of_model
@@ -157,8 +157,7 @@ def pixels(processor: Any, images: list[Any], channels: int) -> Any:
 
 def require_pillow(where: str = "algorithm.modality image") -> None:
     """Raises EnvironmentFault where it is missing."""
-    if importlib.util.find_spec("PIL") is None:
-        raise EnvironmentFault("the package pillow is missing", where=where, fix="pip install pillow scikit-learn")
+    require_package("PIL", where, "pip install pillow scikit-learn")
 
 
 def _processor(path: str, model: ModelConfig) -> Any:

@@ -21,6 +21,7 @@ from drumline.core.load import Loaded, load_text, schema
 from drumline.core.registry import kinds_alone
 from drumline.core.urls import is_url
 from drumline.errors import EnvironmentFault, UserError
+from drumline.foreign import disk_errors
 from drumline.models.shapes import find
 from drumline.planner.question import ADAPTERS, Flags, Found, ask, find_model, mistakes_by_flag
 from drumline.planner.report.output import SCHEMA, file, why
@@ -79,12 +80,10 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
         raise refusal(answer, nothing_fits(answer))
     text = file(answer, str(path))
     load_text(text, [], str(path))  # what is written can be read
-    try:
+    with disk_errors("cannot be written", str(path), EnvironmentFault, "choose another place"):
         with path.open("x", encoding="utf-8") as new:
             new.write(text)
         (path.parent / SCHEMA).write_text(json.dumps(schema(), indent=1) + "\n")
-    except OSError as error:
-        raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(path), fix="choose another place") from None
     print(f"wrote {path}, and {SCHEMA} beside it for editors\n{why(answer)}")
     length = answer.question.config.data.max_length
     print(f"data: {first_rows.describe()}" if first_rows else f"data: not here yet; rows are taken to have {length} tokens")

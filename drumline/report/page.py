@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import time
+from contextlib import AbstractContextManager
 from importlib.resources import files
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from drumline import __version__
 from drumline.core.files import whole_file
 from drumline.core.plan import Plan
 from drumline.errors import EnvironmentFault, UserError
-from drumline.foreign import first_line
+from drumline.foreign import disk_errors, first_line
 from drumline.report import sections
 from drumline.report.bars import notes
 from drumline.report.curves import charts
@@ -34,10 +35,8 @@ def report(folders: list[Path], out: Path | None) -> Path:
     if path.suffix != ".html" or (path.exists() and not path.is_file()):
         raise UserError("is no place for a page", where=str(path), fix="name a file that ends in .html")
     _write(path, page(runs))
-    try:
+    with _writing(path.with_suffix(".png")):
         drawn = draw(runs, path.with_suffix(".png"))
-    except OSError as error:
-        raise _unwritable(path.with_suffix(".png"), error) from None
     notes([f"{run.name}: {problem}" for run in runs for problem in run.problems])
     notes([] if drawn else [f"{path.with_suffix('.png').name} is left out: pip install matplotlib draws it"])
     return path
@@ -64,15 +63,12 @@ def at_end(plan: Plan) -> Path | None:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
-        with whole_file(path, shared=True) as file:
-            file.write(text.encode(errors="replace"))
-    except OSError as error:
-        raise _unwritable(path, error) from None
+    with _writing(path), whole_file(path, shared=True) as file:
+        file.write(text.encode(errors="replace"))
 
 
-def _unwritable(path: Path, error: OSError) -> EnvironmentFault:
-    return EnvironmentFault(f"cannot be written: {error.strerror}", where=str(path), fix="name another place with --out")
+def _writing(path: Path) -> AbstractContextManager[None]:
+    return disk_errors("cannot be written", str(path), EnvironmentFault, "name another place with --out")
 
 
 def asset(name: str) -> str:

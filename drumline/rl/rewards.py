@@ -9,7 +9,6 @@ there: what the rank reads is not trusted.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -30,6 +29,7 @@ from drumline.core.process import exit_code, start_module
 from drumline.core.redact import reveal
 from drumline.core.rollouts import FunctionReward, LengthReward, MathReward, ModelReward, Reward, TaskReward
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
+from drumline.foreign import require_package
 from drumline.hardware.detect import usable_cores
 
 MOST_WORKERS = 4
@@ -81,9 +81,8 @@ def require(configs: Sequence[Reward]) -> None:
     set here; the values are redacted from now on: reasons name them."""
     for index, config in enumerate(configs):
         where = f"algorithm.rewards[{index}]"
-        if config.kind in PACKAGES and importlib.util.find_spec(PACKAGES[config.kind]) is None:
-            package = PACKAGES[config.kind].replace("_", "-")
-            raise EnvironmentFault(f"the package {package} is missing", where=where, fix=f"pip install {package}")
+        if config.kind in PACKAGES:
+            require_package(PACKAGES[config.kind], where)
         reveal(getattr(config, "options", {}), f"{where}.options")
 
 

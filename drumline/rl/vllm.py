@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import functools
 import http.client
-import importlib.util
 import json
 import os
 import shutil
@@ -32,6 +31,7 @@ from drumline.core.rollouts import VLLMGenerator as Config
 from drumline.data.templates import end_ids
 from drumline.dist.reduce import from_all
 from drumline.errors import DrumlineError, EnvironmentFault
+from drumline.foreign import require_package
 from drumline.rl.generate import WHERE, Completion, Request, Weights, place, request_seed, require_room
 
 SHARD_BYTES = 2 * 2**30  # of a file of weights: what rank 0 has in host memory at once
@@ -291,8 +291,8 @@ def require_installed(config: Any) -> None:
     nothing is imported."""
     if not isinstance(config, Config):
         return
-    if config.url is None and importlib.util.find_spec("vllm") is None:
-        raise EnvironmentFault("the package vllm is missing", where=f"{WHERE}.kind", fix="pip install vllm, or set url")
+    if config.url is None:
+        require_package("vllm", f"{WHERE}.kind", "pip install vllm, or set url")
     reveal(config.url, f"{WHERE}.url")
 
 

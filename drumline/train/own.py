@@ -23,6 +23,7 @@ from drumline.core.resolve import resolve
 from drumline.core.urls import is_url
 from drumline.dist.start import leave_process
 from drumline.errors import CheckpointError, DataError, DrumlineError, EnvironmentFault, UserError
+from drumline.foreign import disk_errors
 from drumline.hardware.detect import detect
 from drumline.launchers.environment import first_rank_reports
 from drumline.launchers.lease import Lease
@@ -99,13 +100,9 @@ def claim(plan: Plan, resume: object, allow: tuple[str, ...], stack: ExitStack) 
         if keys:
             fix = f"take it back, or accept it with allow={tuple(keys)}"
             raise CheckpointError(f"the session differs in what the run depends on: {changes}", where=path, fix=fix)
-    try:
+    with disk_errors("cannot write the run folder", str(run_dir), EnvironmentFault, "choose another run_dir"):
         checkpoints.mkdir(parents=True, exist_ok=True)
         plan.save(run_dir / "plan.json")
-    except OSError as error:
-        raise EnvironmentFault(
-            f"cannot write the run folder: {error.strerror}", where=str(run_dir), fix="choose another run_dir"
-        ) from error
 
 
 class Model:

@@ -23,7 +23,7 @@ from drumline.data.preview import Piece, Reader, Seen, visible
 from drumline.data.samples import read_samples
 from drumline.data.workers import digest
 from drumline.errors import DataError, UserError
-from drumline.foreign import judged
+from drumline.foreign import disk_errors, judged
 from drumline.models.files import resolve
 from drumline.models.load import load_config
 from drumline.models.vision import vision_of
@@ -113,10 +113,8 @@ def preview(config_path: Path, overrides: list[str], options: Options) -> None:
 
 
 def _write(console: Console, path: Path) -> None:
-    try:
+    with disk_errors("cannot be written", str(path), UserError, "choose another place"):
         path.write_text(console.export_html(code_format=PAGE), encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}", where=str(path), fix="choose another place") from None
     print(f"wrote {path}")
 
 

@@ -23,6 +23,7 @@ from drumline.data import prepare as data_prepare
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples
 from drumline.errors import CheckpointError, EnvironmentFault, ModelError, PlanError
+from drumline.foreign import disk_errors, require_package
 from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import Machine, detect, free_bytes
 from drumline.launchers import lease
@@ -69,7 +70,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if config.plain:
         return own_plan(request, dry_run, on_progress)
     if config.adapter.kind == "lora":
-        adapters.require_trainable(config.adapter, config.model)
+        require_package("peft", "adapter")
     if (rollout := config.algorithm.rollout) is not None:
         from drumline.rl import vllm  # what generates takes a second to import
 
@@ -267,26 +268,21 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
         what = f"one checkpoint needs about {size(needed)}, {size(free)} are free"
         raise EnvironmentFault(what, where=str(run_dir), fix="free space, or choose another disk with run.dir=…")
     _make_fallback(plan)
-    try:
+    fix = "choose another with run.dir=…"
+    with disk_errors("cannot write the run folder", str(run_dir), EnvironmentFault, fix):
         (run_dir / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         write_whole(run_dir / "config.yaml", to_yaml(plan.config), private=True)
         plan_path = run_dir / "plan.json"
         plan.save(plan_path)
-    except OSError as error:
-        fix = "choose another with run.dir=…"
-        raise EnvironmentFault(f"cannot write the run folder: {error.strerror}", where=str(run_dir), fix=fix) from error
     return plan_path, start
 
 
 def _make_fallback(plan: Plan) -> None:
     """Raises EnvironmentFault now where checkpoint.fallback_dir could not be used in need."""
     folder = fallback_folder(plan.config, plan.run_dir)
-    try:
+    with disk_errors("cannot be made", f"checkpoint.fallback_dir {folder and folder.parent}", EnvironmentFault, "name another folder"):
         if folder is not None:
             folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        what = f"cannot be made: {error.strerror}"
-        raise EnvironmentFault(what, where=f"checkpoint.fallback_dir {folder and folder.parent}", fix="name another folder") from error
 
 
 def resume_from(run_dir: Path, request: Request, plan: Plan) -> str | None:

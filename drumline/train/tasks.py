@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from drumline.core.plan import Plan
 from drumline.core.run import EvalConfig
 from drumline.dist.reduce import from_all
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
-from drumline.foreign import first_line
+from drumline.foreign import first_line, require_package
 from drumline.parallel.native import LOW_PRECISION
 from drumline.rl.generate import generating, place
 
@@ -39,8 +39,7 @@ def metrics_of(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]
 def manager_of(options: EvalConfig, base_dir: Path) -> tuple[Any, list[str]]:
     """lm-eval's manager and what it is to load: names, and paths of YAMLs. Raises EnvironmentFault without the package, ConfigError for a
     path without a file, and for a name that it does not know."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise EnvironmentFault("the package lm-eval is missing", where=WHERE, fix="pip install lm-eval, or leave the tasks out")
+    require_package("lm_eval", WHERE, "pip install lm-eval, or leave the tasks out")
     import datasets
     from lm_eval.tasks import TaskManager
 
@@ -61,7 +60,8 @@ def require(options: EvalConfig, base_dir: Path) -> None:
     """Load the tasks and their data, before a rank is started. Raises EnvironmentFault, and ConfigError also for an eval.metric that none
     of the tasks has."""
     manager, wanted = manager_of(options, base_dir)
-    found = _guarded(lambda: manager.load(wanted))
+    with harness_errors():
+        found = manager.load(wanted)
     if options.metric.startswith("tasks/"):
         _, name, metric = (*options.metric.split("/", 2), "")[:3]
         known = [f"tasks/{task}/{each}" for task, loaded in found["tasks"].items() for each in loaded.aggregation()]
@@ -112,16 +112,18 @@ class Tasks:
             lm = Shared(pretrained=module, tokenizer=self.tokenizer, batch_size=TOGETHER, mixed_precision_dtype=low)
             lm._rank, lm._world_size = place()
             wanted = {"tasks": self.wanted, "task_manager": self.manager, "limit": self.options.tasks_limit}
-            found = _guarded(lambda: lm_eval.simple_evaluate(model=lm, bootstrap_iters=0, log_samples=False, **wanted))
+            with harness_errors():
+                found = lm_eval.simple_evaluate(model=lm, bootstrap_iters=0, log_samples=False, **wanted)
         results = next(each for each in from_all(found and metrics_of(found["results"])) if each is not None)
         return {f"tasks/{task}/{name}": value for task, metrics in results.items() for name, value in metrics.items()}
 
 
-def _guarded(work: Callable[[], Any]) -> Any:
+@contextmanager
+def harness_errors(where: str = WHERE) -> Iterator[None]:
     """Raises EnvironmentFault for whatever the harness raises: tasks are code and data of strangers, mostly fetched over a network."""
     try:
-        return work()
+        yield
     except DrumlineError:
         raise
     except Exception as error:
-        raise EnvironmentFault(f"lm-eval failed: {type(error).__name__}: {first_line(error)[:300]}", where=WHERE) from error
+        raise EnvironmentFault(f"lm-eval failed: {type(error).__name__}: {first_line(error)[:300]}", where=where) from error

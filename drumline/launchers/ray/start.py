@@ -18,7 +18,7 @@ from drumline.core.network import address_of
 from drumline.core.process import Helper, exit_code, tied
 from drumline.core.redact import redact
 from drumline.errors import EnvironmentFault
-from drumline.foreign import first_line
+from drumline.foreign import first_line, require_package
 from drumline.launchers.hosts.coordinator import AGENT, LEAVE_SECONDS, Hosts
 from drumline.launchers.hosts.link import Message
 
@@ -156,10 +156,9 @@ def require_head(address: str) -> None:
 
 def _placed(spec: RayLauncher) -> Any:
     """The placement group, in the cluster of `spec.address`. Raises EnvironmentFault where there is no cluster, or no room in it."""
-    try:
-        import ray
-    except ImportError:
-        raise EnvironmentFault("the package ray is missing", where="launch.kind", fix="pip install ray") from None
+    require_package("ray", "launch.kind")
+    import ray
+
     if spec.address not in (None, "auto"):
         require_head(spec.address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a Ray that starts here: nothing is sent to its makers

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.errors import EnvironmentFault, UserError
+from drumline.foreign import disk_errors
 from drumline.planner.report.table import CATEGORIES, gradients_at_peak, headline, main_cells
 from drumline.planner.search.answer import GB, Answer, Candidate, number
 
@@ -43,15 +44,13 @@ def draw(answer: Answer, path: Path) -> None:
     if not shown.fit and not shown.refused:
         raise UserError("there is nothing to draw: rules refuse every family", where=f"--figure {path}", fix="see the table")
     figure = figure_of(answer, shown)
-    try:
+    with disk_errors("cannot be written", f"--figure {path}", EnvironmentFault, "choose another place"):
         if path.suffix.lower() == ".html":
             drawn = io.StringIO()
             figure.savefig(drawn, format="svg")
             path.write_text(page(answer, drawn.getvalue()), encoding="utf-8")
         else:
             figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise EnvironmentFault(f"cannot be written: {error.strerror}", where=f"--figure {path}", fix="choose another place") from None
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from drumline.core.process import run_module
 from drumline.errors import EnvironmentFault
+from drumline.foreign import require_package
 from drumline.strategies.zero.config import Offload
 
 HELPER, MARKER = "async_io", "drumline.built"
@@ -23,8 +24,7 @@ A_MOMENT = 30.0  # seconds between torch's lock and its ninja, at most
 
 def require(offloads: dict[str, Offload], on_progress: Callable[[str, int, int | None], None]) -> None:
     """Raises EnvironmentFault for what is missing. `offloads`: where each is set in the YAML, and how."""
-    if importlib.util.find_spec("deepspeed") is None:
-        raise EnvironmentFault("the package deepspeed is missing", where="strategy", fix="pip install deepspeed ninja")
+    require_package("deepspeed", "strategy", "pip install deepspeed ninja")
     on_disk = {where: offload for where, offload in offloads.items() if offload.kind == "nvme"}
     if on_disk and ctypes.util.find_library("aio") is None:
         fix = "apt-get install libaio-dev, or offload to cpu"
