@@ -17,18 +17,20 @@ PAGES = {"en": ROOT / "docs" / "strategies.md", "zh": ROOT / "docs" / "strategie
 TEXT = {
     "en": """# Strategies
 
-[中文](strategies.zh.md)
+[简体中文](strategies.zh.md)
 
-## What goes with what
-This is for GPUs; `drumline strategies --device cpu` prints the same for a machine without any. A number is a reason
-below. Such a run is refused before any process starts.
+## What can be combined
+This table is for GPUs; `drumline strategies --device cpu` prints the one for a machine without any. A number names a
+reason below the table: such a run is refused before any process starts.
 
 {matrix}
 
 ## What the parity test measured
-Each number is the largest relative difference from one process with the same global batch in fp32: of losses, gradient
-norms, weights and optimizer moments. {hardware}, torch {torch}, transformers {transformers}, {steps} steps,
-commit {commit}.
+Each strategy trained a few cases and was compared with one process, on the same global batch in fp32. The number is the
+largest relative difference of losses, gradient norms, weights and optimizer moments over its cases; the last column is
+the case that has it. [All numbers](../benchmarks/results/parity-cpu.json): {hardware}, torch {torch},
+transformers {transformers}, {steps} steps.
+Commit {commit}.
 `{command}`
 """,
     "zh": """# 策略
@@ -42,9 +44,9 @@ commit {commit}.
 {matrix}
 
 ## 一致性测试测得的数值
-每个数字是与单进程、相同全局 batch、fp32 相比的最大相对误差，取损失、梯度范数、权重和优化器动量中的最大值。
-{hardware}，torch {torch}，transformers {transformers}，{steps} 步，
-提交 {commit}。
+每种策略训练若干情形，与单进程、相同全局 batch、fp32 的训练相比。数字是各情形中损失、梯度范数、权重和优化器矩的最大相对误差，
+最后一列是出现它的情形。[全部数值](../benchmarks/results/parity-cpu.json)：{hardware}，torch {torch}，transformers
+{transformers}，{steps} 步，提交 {commit}。
 `{command}`
 """,
 }
@@ -52,23 +54,17 @@ commit {commit}.
 
 def page(measured: dict[str, Any], language: str) -> str:
     """The whole page, from the rules and the results of a parity run."""
-    rows = measured["rows"]
-    cases = list(dict.fromkeys(case for cases in rows.values() for case in cases))
     lines = [
         "<!-- made by scripts/strategy_docs.py: do not edit -->",
         TEXT[language].format(matrix=as_markdown("cuda"), **{key: value for key, value in measured.items() if key != "rows"}),
-        "| strategy | " + " | ".join(cases) + " |",
-        "|---|" + "---|" * len(cases),
+        "| strategy | cases | largest difference | in |",
+        "|---|---|---|---|",
     ]
-    for name, by_case in rows.items():
-        lines.append(f"| {name} | " + " | ".join(_largest(by_case.get(case)) for case in cases) + " |")
+    for name, by_case in measured["rows"].items():
+        apart = {case: max(of[key] or 0.0 for key in ("loss", "grad_norm", "weights", "moments")) for case, of in by_case.items()}
+        case, largest = max(apart.items(), key=lambda item: item[1])
+        lines.append(f"| {name} | {len(by_case)} | {largest:.1e} | {case} |")
     return "\n".join(lines) + "\n"
-
-
-def _largest(apart: dict[str, Any] | None) -> str:
-    if apart is None:
-        return ""
-    return f"{max(apart[key] or 0.0 for key in ('loss', 'grad_norm', 'weights', 'moments')):.1e}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The losses of DPO and its kin, as pure functions of P pairs. Tensors are fp64[P].
+"""The losses of DPO and its variants, as pure functions of P pairs. Tensors are fp64[P].
 
 A score s is log π(answer | prompt) − log π_ref(answer | prompt), summed over the answer's tokens; Δ = f(s_w) − f(s_l) with w the chosen
 answer, l the rejected one and f the identity, or another divergence's (`transform`). l = βΔ; ε is the label smoothing.

@@ -57,7 +57,7 @@ def verify(config_path: Path, overrides: list[str], wanted: list[str], steps: in
     """Print the table; 0 where every strategy that runs stays within `tolerance` (relative), 1 where one does not or fails.
 
     All runs are fp32 without TF32, with dropout off (each rank draws its own), and have the same global batch. `keep`: a new folder
-    for the runs; None: a temporary one. Raises ConfigError and its kin where the config itself cannot be trained on one process.
+    for the runs; None: a temporary one. Raises ConfigError and its variants where the config itself cannot be trained on one process.
     """
     found = compare(config_path, overrides, strategies=wanted, steps=steps, nproc=nproc, tolerance=tolerance, keep=keep, display=True)
     return _print(Console(), found, steps)

@@ -6,7 +6,7 @@ URL/checkpoints/latest, best                  names of checkpoints
 URL/checkpoints/step-00000020/manifest.json   without it nothing in that folder counts
 
 An object appears whole under its name or not at all, also one that is sent in parts. Nothing can be renamed there: a checkpoint of the same
-step loses its manifest before the new one's files come. Credentials are found by s3fs and its kin; no URL that holds any comes here.
+step loses its manifest before the new one's files come. Credentials are found by s3fs; no URL that holds any comes here.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def _sources(sheet: Sheet, old: Old, algorithm: str) -> list[dict[str, Any]]:
     for number_, item in enumerate(items):
         entry = replace(old, value={"path": item} if isinstance(item, str) else item, place=(*old.place, str(number_))).by_key()
         if "path" not in entry or not isinstance(entry["path"].value, str):
-            raise refuse(old, f"data set {number_ + 1} has no path", "give a file, a folder, or a hub id")
+            raise refuse(old, f"dataset {number_ + 1} has no path", "give a file, a folder, or a hub id")
         columns = _columns(sheet, entry, algorithm)
         made += [{**place, **({"columns": columns} if columns else {})} for place in _places(sheet, entry)]
         for key in entry.keys() - KNOWN - {k for k in entry if entry[k].value in (None, "", [], False)}:
@@ -215,7 +215,7 @@ def _places(sheet: Sheet, entry: dict[str, Old]) -> list[dict[str, Any]]:
         names = [base / name if base.is_dir() else found(sheet.base, name) for name in name_list(files)]
         if path in ("json", "csv", "parquet", "text") or base.is_dir():
             return [{"kind": "file", "path": new_path(sheet, each)} for each in names]
-        sheet.note(files, "all files of the data set are read")
+        sheet.note(files, "all files of the dataset are read")
     local = found(sheet.base, path)
     if "://" not in path and (local.exists() or local.suffix in (".json", ".jsonl", ".csv", ".parquet", ".txt")):
         return [{"kind": "file", "path": new_path(sheet, local)}]

@@ -118,7 +118,7 @@ COLUMNS = {"text": "dataset_text_field", "prompt": "prompt_column", "completion"
 
 
 def _data(sheet: Sheet) -> None:
-    """Set files or a hub's data set, with limits and columns."""
+    """Set files or a hub's dataset, with limits and columns."""
     old = pop(sheet, "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming", "train_file",
                "validation_file", "max_train_samples", "max_eval_samples", "dataset_text_field", "prompt_column", "completion_column",
                "messages_column")  # fmt: skip

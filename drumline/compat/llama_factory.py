@@ -1,4 +1,4 @@
-"""A YAML of LLaMA-Factory (0.9) → a config. Its arguments are transformers' and its own; its data sets are named in dataset_info.json."""
+"""A YAML of LLaMA-Factory (0.9) → a config. Its arguments are transformers' and its own; its datasets are named in dataset_info.json."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _sources(sheet: Sheet, names: Old, folder: Old | None, most: Old | None, kin
     for name in name_list(names):
         if name not in known:
             guess = nearest(name, list(known))
-            raise refuse(names, f"{path} has no data set {name!r}", f"did you mean {guess!r}?" if guess else "add it there")
+            raise refuse(names, f"{path} has no dataset {name!r}", f"did you mean {guess!r}?" if guess else "add it there")
         entry = known[name].by_key()
         limit_of = {"limit": whole(entry["num_samples"])} if "num_samples" in entry else limit
         source = _place(sheet, known[name], entry, path.parent)

@@ -90,7 +90,7 @@ class ClusterConfig(Section):
     restart_seconds: Seconds | None = Field(
         None, description="From a noticed fault to the next step, without reading the checkpoint; null: 7.5, measured with a tiny model."
     )
-    repair_hours: Rate = Field(24.0, description="Hours until a host that is lost comes back; a choice.")
+    repair_hours: Rate = Field(24.0, description="Hours until a host that is lost comes back; the default is an assumption.")
 
     @field_validator("devices")
     @classmethod

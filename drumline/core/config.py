@@ -96,7 +96,9 @@ class BatchConfig(Section):
     """global_samples = micro_batch × accumulation × data ranks. Set the left side or the right side; all that is set must agree."""
 
     global_samples: Count | None = Field(None, description="Samples of one optimizer step over all devices.")
-    global_tokens: int | None = Field(None, gt=0, le=10**4 * MOST_SAMPLES, description="The same in tokens: a multiple of data.max_length.")
+    global_tokens: int | None = Field(
+        None, gt=0, le=10**4 * MOST_SAMPLES, description="Tokens of one optimizer step: a multiple of data.max_length."
+    )
     micro_batch: Count | None = Field(None, description="Samples per forward pass on each device.")
     accumulation: Count | None = Field(None, description="Micro-batches per device and optimizer step.")
 
@@ -164,7 +166,7 @@ class MemoryConfig(Section):
         " attention and of every second matrix product.",
     )
     checkpointed_blocks: Count | None = Field(
-        None, description="Of the blocks, so many are checkpointed, the first ones, and the others keep everything; null: all are."
+        None, description="Checkpoint the first N blocks, the others keep everything; null: all blocks."
     )
     budget_gb: Rate | None = Field(
         None,

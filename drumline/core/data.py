@@ -88,7 +88,7 @@ class SourceSpec(Spec, Mixed):
 
     columns: Columns = Field(default_factory=Columns, description="Map your column names to messages | prompt + completion | text.")
     format: Literal["auto", "own", "sharegpt", "alpaca", "verdict", "ranked", "pair", "answer", "transcript", "document"] = Field(
-        "auto", description="How another tool has written the rows (see docs/data.md); auto: by their columns; own: not at all."
+        "auto", description="Format of another tool's rows (see docs/data.md); auto: found by their columns; own: none."
     )
     limit: Steps | None = Field(None, description="Take at most this many rows.")
     where: str | None = Field(None, description="SQL condition on a row's columns, run by DuckDB; other rows are left out.")
@@ -201,7 +201,7 @@ class PythonSource(SourceSpec):
 
     kind: Literal["python"] = "python"
     path: PathText = Field(description="file.py:function, relative to the YAML's folder, or package.module:function.")
-    options: dict[str, Any] = Field(default_factory=dict, description="Its arguments by name.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the function by name.")
 
     @property
     def label(self) -> str:
@@ -269,7 +269,7 @@ class DataConfig(Section):
         default_factory=list,
         description="Held-out rows: sources as for train, or evaluation sets by name: {easy: easy.jsonl, hard: [...]}.",
     )
-    where: str | None = Field(None, description="The same for the rows of every training source.")
+    where: str | None = Field(None, description="SQL condition on the rows of every training source; other rows are left out.")
     temperature: float | None = Field(
         None, ge=0.1, le=1000, description="Sources share an epoch by size^(1/temperature): 1 as they are, large: all alike."
     )

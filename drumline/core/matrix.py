@@ -65,7 +65,7 @@ def _refusal(kind: str, spec: type[StrategySpec], values: dict[str, Any], device
     except ValidationError as error:
         if not keys:  # its own keys have no defaults
             raise ConfigError(f"no example of {kind}: {error.errors()[0]['msg']}", where="strategy", fix="override `example`") from None
-        return "it has no such key", "another strategy"
+        return "it has no key for this", "another strategy"
     try:
         mesh = config.strategy.mesh(1 if spec.one_process else PROCESSES)
         kind = config.precision.kind

@@ -1,4 +1,4 @@
-"""Models and data sets of ModelScope, which hosts in China reach where the hub of Hugging Face is out of reach (experimental)."""
+"""Models and datasets of ModelScope, which hosts in China reach where the hub of Hugging Face is out of reach (experimental)."""
 
 from __future__ import annotations
 

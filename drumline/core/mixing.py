@@ -17,13 +17,13 @@ Repeats = Annotated[float, Field(gt=0, le=MOST_REPEATS)]
 
 
 class Duplicates(Section):
-    kind: Literal["exact", "near"] = Field(description="exact: rows with one content; near: rows that share most 5-grams, too.")
-    threshold: float = Field(0.8, ge=0.5, le=1, description="near: the part of their 5-grams (Jaccard, estimated by MinHash) that is most.")
+    kind: Literal["exact", "near"] = Field(description="exact: rows with the same content; near: also rows that share most 5-grams.")
+    threshold: float = Field(0.8, ge=0.5, le=1, description="near: from this similarity of 5-grams on (Jaccard, by MinHash).")
 
 
 class Decontaminate(Section):
     ngram: int = Field(13, gt=0, le=1000, description="Words of an n-gram.")
-    overlap: float = Field(0.5, gt=0, le=1, description="A training row falls if it holds this part of an evaluation row's n-grams.")
+    overlap: float = Field(0.5, gt=0, le=1, description="A training row is left out if it holds this part of an evaluation row's n-grams.")
 
 
 class Curriculum(Section):
@@ -34,7 +34,7 @@ class Curriculum(Section):
 
 class StreamConfig(Section):
     rows: int = Field(65536, gt=0, le=10**8, description="Rows of a block: so many are tokenised together, and shuffled.")
-    blocks: int = Field(4, gt=1, le=10**4, description="Blocks on the disk at most; the ones that were trained on go.")
+    blocks: int = Field(4, gt=1, le=10**4, description="Blocks on the disk at most; those that training has passed are deleted.")
 
 
 DuplicatesKey = Annotated[Duplicates, KIND_ALONE] | None
@@ -46,9 +46,9 @@ StreamKey = Annotated[StreamConfig, Short(lambda value: {} if value is True else
 class Mixed(Section):
     """How much a source has of an epoch."""
 
-    weight: float | None = Field(None, ge=0, le=MOST_REPEATS, description="Its part of an epoch, beside the other sources' weights.")
-    repeats: Repeats | None = Field(None, description="Samples of it in an epoch, as a multiple of those that it has (0.5: half of them).")
-    cap: Count | None = Field(None, description="At most this many samples of it in an epoch.")
+    weight: float | None = Field(None, ge=0, le=MOST_REPEATS, description="Share of an epoch, relative to the other sources.")
+    repeats: Repeats | None = Field(None, description="Samples in an epoch, as a multiple of those of the source (0.5: half of them).")
+    cap: Count | None = Field(None, description="At most this many samples of this source in an epoch.")
 
     @property
     def mixes(self) -> bool:

@@ -89,7 +89,7 @@ class OptimizerConfig(Section):
     offload: bool = Field(
         False, description="Keep moments and a copy of the trainable weights in host memory, and step there; weights stay on the device."
     )
-    groups: tuple[OptimizerGroup, ...] = Field((), description="Parameters with a rate of their own; the first that matches has it.")
+    groups: tuple[OptimizerGroup, ...] = Field((), description="Parameters with a rate of their own, by the first group that matches.")
 
     @property
     def does(self) -> Kind:

@@ -90,7 +90,7 @@ def _adapters(case: Case) -> Iterator[Refusal]:
             yield Refusal("QLoRA × tp", reason, "use strategy=fsdp2, or adapter.quantize=none", where)
         if not case.strategy.takes_packed:
             reason, instead = (
-                "packed weights are proven in step, one process a device",
+                "packed weights are tested only where all ranks step together, one process a device",
                 "use strategy=ddp or fsdp2, or adapter.quantize=none",
             )
             yield Refusal(f"QLoRA × {case.strategy.kind}", reason, instead, where)
@@ -312,7 +312,7 @@ def _context_parallel(case: Case) -> Iterator[Refusal]:
         reason = "torch's ring attention takes no mask, and documents of a pack are kept apart by one"
         yield Refusal("ring × packing", reason, "use ulysses, or data.packing=false")
     if mesh.pp > 1:
-        yield Refusal("cp × pp", "the stages of a pipeline are handed whole sequences", "use cp with ddp or fsdp2, or pp without cp")
+        yield Refusal("cp × pp", "the stages of a pipeline pass on whole sequences", "use cp with ddp or fsdp2, or pp without cp")
     if config.model.attention == "eager" or (ring and config.model.attention not in ("auto", "sdpa")):
         reason = f"parts of sequences are exchanged around {'the ring of torch' if ring else 'sdpa'}, not around {config.model.attention}"
         yield Refusal("cp × attention", reason, "use model.attention=auto", "model.attention")

@@ -362,9 +362,9 @@ class OneDegree(StrategySpec):
     dimension: ClassVar[Dimension]
     takes_packed: ClassVar[bool] = True
     lacks = (
-        *no_option("offload_cpu offload_nvme", "each rank keeps its part where it computes",
+        *no_option("offload_cpu offload_nvme", "each rank's part stays on the device that computes",
                    "fsdp2 with offload=cpu (tp, cp and pp go with it), or zero3"),
-        *no_option("replicate", "it holds copies of what is not cut anyhow", "a smaller degree; the other processes hold copies"),
+        *no_option("replicate", "what is not cut is already copied over the other processes", "a smaller degree leaves more copies"),
     )  # fmt: skip
     degree: Ranks | None = Field(None, description="Ranks that share one copy of the model; null: all.")
 

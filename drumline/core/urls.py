@@ -38,7 +38,7 @@ def secret_mistake(text: str) -> str | None:
     match = _URL.fullmatch(text)
     if match is None or not ("@" in match[2].split("/")[0] or "?" in match[2]):
         return None
-    return "it holds a user, a password or options: credentials come from the environment and the usual files of s3fs and its kin"
+    return "it holds a user, a password or options: credentials come from the environment and the usual files of s3fs"
 
 
 def _kept(text: str) -> str:

@@ -45,7 +45,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """From the variables of torchrun and its kin; without them one process alone."""
+        """From the variables of torchrun and similar launchers; without them one process alone."""
         read = os.environ.get
         rank = int(read("RANK", "0"))
         return cls(rank, int(read("LOCAL_RANK", str(rank))), int(read("WORLD_SIZE", "1")), int(read("TORCHELASTIC_RESTART_COUNT", "0")))

@@ -36,7 +36,7 @@ def join_tasks() -> None:
 
 
 def joined() -> bool:
-    """Whether this process is a rank: it has the variables of torchrun and its kin."""
+    """Whether this process is a rank: it has the variables of torchrun and similar launchers."""
     return all(name in os.environ for name in REQUIRED)
 
 

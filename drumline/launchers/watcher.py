@@ -1,4 +1,4 @@
-"""Watches the ranks of one host that another program has started (torchrun, srun, mpirun and their kin): `python -m
+"""Watches the ranks of one host that another program has started (torchrun, srun, mpirun and others): `python -m
 drumline.launchers.watcher POST`. The first rank of the host starts it, and it ends with that rank. No torch here.
 
 Ranks that hang are named on standard error and in the run folder, and killed: whoever started them sees a rank that failed, and starts all

@@ -1,4 +1,4 @@
-"""`drumline train` as one rank of a launcher that is not ours (torchrun and its kin): rank 0 plans, and the other ranks get the plan."""
+"""`drumline train` as one rank of a launcher that is not ours (torchrun and others): rank 0 plans, and the other ranks get the plan."""
 
 from __future__ import annotations
 

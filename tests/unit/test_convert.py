@@ -128,12 +128,12 @@ MISTAKES = [
     ("a: {b: 1}", "is no config of accelerate, DeepSpeed, transformers, TRL, LLaMA-Factory or Axolotl"),
     ("stage: stf\nmodel_name_or_path: a/b\n", "old.yaml:1: stage: no 'stf' here — did you mean 'sft'?"),
     ("stage: sft\ndataset: songs\n", "there is no data/dataset_info.json, which says what 'songs' is"),
-    ("stage: sft\ndataset_dir: DATA\ndataset: song\n", "has no data set 'song' — did you mean 'songs'?"),
+    ("stage: sft\ndataset_dir: DATA\ndataset: song\n", "has no dataset 'song' — did you mean 'songs'?"),
     ("stage: sft\ndataset_dir: DATA\ndataset: script\n", "has neither file_name nor hf_hub_url"),
     ("stage: kto\ndataset_dir: DATA\ndataset: judged\n", "kto is a package of its own"),
     (AXOLOTL + "rl: dpp\n", "old.yaml:5: rl: no 'dpp' here — did you mean 'dpo'?"),
     (AXOLOTL + "micro_batch_size: two\n", "old.yaml:5: micro_batch_size: 'two' given, a whole number is wanted"),
-    (AXOLOTL.replace("path", "paht"), "data set 1 has no path"),
+    (AXOLOTL.replace("path", "paht"), "dataset 1 has no path"),
 ]
 
 

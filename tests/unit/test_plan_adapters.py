@@ -27,7 +27,7 @@ def plan(world_size: int, facts: ModelFacts | None = FACTS, **sections: Any) -> 
     ("sections", "where", "says"),
     [
         ({"adapter": LORA | {"quantize": "4bit"}, "strategy": "tp"}, "adapter.quantize", "a rank has parts of some"),
-        ({"adapter": LORA | {"quantize": "8bit"}, "strategy": "local_sgd"}, "adapter.quantize", "proven in step"),
+        ({"adapter": LORA | {"quantize": "8bit"}, "strategy": "local_sgd"}, "adapter.quantize", "where all ranks step together"),
         (
             {"adapter": LORA | {"quantize": "8bit"}, "strategy": "fsdp2", "algorithm": {"kind": "grpo", "rewards": ["math"]}},
             "adapter.quantize",

@@ -1,4 +1,4 @@
-"""Direct preference optimisation (Rafailov et al. 2023) and its kin: weighted sums of `pair_losses.LOSSES`, where the formulas are.
+"""Direct preference optimisation (Rafailov et al. 2023) and its variants: weighted sums of `pair_losses.LOSSES`, where the formulas are.
 
 The SFT term is each pair's own mean over the chosen answer's tokens; TRL's `sft` loss is one mean over all tokens of a batch, which depends
 on how the batch is cut.

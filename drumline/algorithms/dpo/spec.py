@@ -1,4 +1,4 @@
-"""Direct preference optimisation and its kin. No torch at the top."""
+"""Direct preference optimisation and its variants. No torch at the top."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OF_DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust
 
 
 class DPOConfig(AnswerPairSpec, ReferencedSpec):
-    """Direct preference optimisation (Rafailov et al. 2023) and its kin."""
+    """Direct preference optimisation (Rafailov et al. 2023) and its variants."""
 
     position: ClassVar[int] = 3
     rate: ClassVar[float] = 5e-7

@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation and its kin. No torch at the top."""
+"""Group-relative policy optimisation and its variants. No torch at the top."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drumline.core.section import MOST_WEIGHT, Above0, Weight
 
 
 class GRPOConfig(PromptSpec):
-    """Group-relative policy optimisation (Shao et al. 2024), and its kin: Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025), GSPO (Zheng et
+    """Group-relative policy optimisation (Shao et al. 2024), with Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025), GSPO (Zheng et
     al. 2025), CISPO (MiniMax-M1, 2025), RLOO (Ahmadian et al. 2024)."""
 
     position: ClassVar[int] = 5

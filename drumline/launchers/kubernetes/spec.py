@@ -25,19 +25,19 @@ Folder = Annotated[str, StringConstraints(max_length=512, pattern=r"^/[^\s:]*$")
 
 class Volume(Section):
     claim: Name = Field(description="The PersistentVolumeClaim. Several nodes need one that all may write to (ReadWriteMany).")
-    path: Folder = Field(description="Where the container has it.")
-    read_only: bool = Field(False, description="Data and models may be; the run folder may not.")
+    path: Folder = Field(description="Where it is mounted in the container.")
+    read_only: bool = Field(False, description="Mount it read-only: data and models may be, the run folder may not.")
 
 
 class Toleration(Section):
-    key: Text | None = Field(None, description="The taint; null: every one.")
-    value: Text | None = Field(None, description="Its value; null: any.")
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(None, description="null: all of them.")
+    key: Text | None = Field(None, description="Key of the taint; null: every taint.")
+    value: Text | None = Field(None, description="Value of the taint; null: any.")
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(None, description="Its effect; null: all effects.")
 
 
 class SecretKey(Section):
     secret: Name = Field(description="The Secret that has the value.")
-    key: Text | None = Field(None, description="Its key there; null: the variable's own name.")
+    key: Text | None = Field(None, description="The key in that Secret; null: the variable's own name.")
 
 
 class KubernetesLauncher(LauncherSpec):
@@ -46,21 +46,23 @@ class KubernetesLauncher(LauncherSpec):
     short: ClassVar[bool] = False
     kind: Literal["kubernetes"] = "kubernetes"
     image: Text = Field(description="The container's image. drumline must be installed in it, and `python` be its interpreter.")
-    namespace: Name = Field("default", description="Where the objects are made.")
+    namespace: Name = Field("default", description="The namespace in which the objects are made.")
     context: Text | None = Field(None, description="A context of the kubeconfig; null: its current one, or that of the pod this runs in.")
     workload: Literal["auto", "TrainJob", "JobSet", "Job"] = Field(
         "auto", description="What is made; auto: the first of these that the cluster knows."
     )
     runtime: Name = Field("torch-distributed", description="The runtime of a TrainJob.")
-    runtime_kind: Literal["ClusterTrainingRuntime", "TrainingRuntime"] = Field("ClusterTrainingRuntime", description="What it is.")
+    runtime_kind: Literal["ClusterTrainingRuntime", "TrainingRuntime"] = Field(
+        "ClusterTrainingRuntime", description="The kind of `runtime`."
+    )
     nodes: int = Field(1, gt=0, le=4096, description="Pods, each on a node of its own where it takes all GPUs of one.")
     gpus: int = Field(0, ge=0, le=64, description="GPUs of each pod, and its processes unless nproc says another number.")
-    gpu_resource: Text = Field("nvidia.com/gpu", description="What the cluster calls them.")
+    gpu_resource: Text = Field("nvidia.com/gpu", description="The resource name of the cluster's GPUs.")
     cpu: Quantity | None = Field(None, description="Cores of each pod: 16, 500m.")
     memory: Quantity | None = Field(None, description="Memory of each pod, requested and its limit: 64Gi.")
     shm: Quantity | None = Field("8Gi", description="/dev/shm of each pod, which data workers and NCCL use. It counts as memory.")
     node_selector: dict[Text, str] = Field({}, description="Labels that the nodes have.")
-    tolerations: list[Toleration] = Field([], description="Taints of nodes that pods may have all the same.")
+    tolerations: list[Toleration] = Field([], description="Taints of nodes that the pods tolerate.")
     volumes: list[Volume] = Field([], description="Claims to mount. The run folder must lie on one of them.")
     workdir: Folder = Field("/workspace", description="Where the config lies in the container, and its relative paths begin.")
     env: dict[Variable, str] = Field({}, description="Variables of the container, such as NCCL_DEBUG. No secrets.")

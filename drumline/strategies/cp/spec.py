@@ -15,7 +15,7 @@ class CPStrategy(OneDegree):
     compared: ClassVar[bool] = True
     dimension: ClassVar[Dimension] = "cp"
     kind: Literal["cp"] = "cp"
-    method: Literal["ulysses", "ring"] = Field("ulysses", description="As cp_method of the other strategies.")
+    method: Literal["ulysses", "ring"] = Field("ulysses", description="How attention sees a whole sequence: all-to-all, or a ring (GPUs).")
 
     def context_method(self) -> Literal["ulysses", "ring"]:
         return self.method

@@ -20,8 +20,8 @@ class DDPStrategy(Degrees, CopyOptions):
     in_step: ClassVar[bool] = True
     takes_packed: ClassVar[bool] = True
     lacks = (
-        *no_option("replicate", "it holds a copy on each rank anyhow", "fsdp2 with replicate"),
-        *no_option("offload_cpu offload_nvme", "each rank keeps its part where it computes",
+        *no_option("replicate", "each rank already holds a whole copy", "fsdp2 with replicate"),
+        *no_option("offload_cpu offload_nvme", "each rank's part stays on the device that computes",
                    "fsdp2 with offload=cpu (tp, cp and pp go with it), or zero3"),
     )  # fmt: skip
     kind: Literal["ddp"] = "ddp"
@@ -49,7 +49,7 @@ class DDPStrategy(Degrees, CopyOptions):
             reason = "gradients are averaged without DDP, whose buckets the compression works on"
             yield Refusal("shard_optimizer × compression", reason, "use compression=none", where)
         if case.mesh.cp * case.mesh.ep > 1:
-            reason = "the ranks of one dimension share out the step, and these have copies along another"
+            reason = "the optimizer's step is shared by the ranks of one dimension, and here weights are copied along another one"
             yield Refusal("shard_optimizer × cp, ep", reason, "use strategy=fsdp2", where)
         options = config.optimizer
         if config.precision.master == "bf16" or options.kind == "schedule_free" or options.in_backward or options.offload:

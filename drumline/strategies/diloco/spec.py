@@ -25,14 +25,14 @@ class DiLoCoStrategy(Apart):
     position: ClassVar[int] = 5
     kind: Literal["diloco"] = "diloco"
     period: Steps = Field(50, description="Inner steps between two outer ones.")
-    outer_lr: float = Field(0.7, gt=0, le=1000, description="Rate of the outer step.")
+    outer_lr: float = Field(0.7, gt=0, le=1000, description="Learning rate of the outer step.")
     outer_momentum: float = Field(0.9, ge=0, lt=1, description="Nesterov momentum of the outer step.")
     fragments: int = Field(1, gt=0, le=10**4, description="Equal parts of the weights, exchanged in turn over a period.")
     bits: Literal[8, 32] = Field(32, description="8: outer gradients are quantised by blocks of 256 with a scale each; 32: fp32.")
-    delay: int = Field(0, ge=0, le=MOST_STEPS, description="Inner steps beside which a fragment is exchanged; 0: ranks wait for it.")
+    delay: int = Field(0, ge=0, le=MOST_STEPS, description="Inner steps that run while a fragment is exchanged; 0: ranks wait for it.")
     keep: float = Field(0.5, ge=0, lt=1, description="With a delay: the part of its own weights that a rank keeps at an outer step.")
     peers: list[str] = Field([], description="Hosts (name:port) that train by themselves and come and go; each starts this config.")
-    secret: str | None = Field(None, description="peers: what all of them know, as ${env:NAME}.")
+    secret: str | None = Field(None, description="peers: a secret that all of them know, as ${env:NAME}.")
 
     @property
     def streams(self) -> bool:

@@ -39,7 +39,7 @@ class FSDP2Strategy(Degrees):
     replicate: Ranks = Field(1, description="Hybrid: this many copies, each sharded over the other ranks. 1: one copy over all ranks.")
     sync_each_micro_batch: bool = Field(True, description="Reduce gradients after each micro-batch; false: keep them whole until the step.")
     prefetch: int = Field(1, ge=0, le=1000, description="Blocks gathered ahead of the one that computes in forward. 0: as torch orders it.")
-    backward_prefetch: int | None = Field(None, ge=0, le=1000, description="The same in backward; null: as in forward.")
+    backward_prefetch: int | None = Field(None, ge=0, le=1000, description="Blocks gathered ahead in backward; null: as in forward.")
     offload: Literal["none", "cpu"] = Field("none", description="cpu: weights, gradients and moments stay, and the step runs, on the host.")
     param_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto",

@@ -16,7 +16,7 @@ class ModelParallelStrategy(OneDegree):
     dimension: ClassVar[Dimension] = "pp"
     lacks = (
         *OneDegree.lacks,
-        *no_option("tp cp pp", "it is the naive way, one stage at a time", "strategy={kind: ddp, pp: N, …}"),
+        *no_option("tp cp pp", "it runs one stage at a time", "strategy={kind: ddp, pp: N, …}"),
         *no_option("compression", "only DDP has hooks for gradients", "strategy=ddp"),
     )
     kind: Literal["model_parallel"] = "model_parallel"

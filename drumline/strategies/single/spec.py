@@ -12,9 +12,9 @@ from drumline.core.strategy import Space, StrategySpec
 class OneProcess(StrategySpec):
     one_process: ClassVar[bool] = True
     lacks = (
-        *no_option("tp cp pp replicate", "it is one process, and there is nothing to spread over", "strategy={kind: ddp, …} or fsdp2"),
+        *no_option("tp cp pp replicate", "it is one process", "strategy={kind: ddp, …} or fsdp2"),
         *no_option("compression", "one process sends no gradients", "strategy=ddp"),
-        *no_option("offload_cpu offload_nvme", "it keeps its state where it computes", "zero2 or zero3 with one process, which offload"),
+        *no_option("offload_cpu offload_nvme", "its state stays where it computes", "zero2 or zero3 with one process, which offload"),
     )
 
 

@@ -153,7 +153,7 @@ class Zero3Strategy(Zero):
     hooked: ClassVar[bool] = True
     lacks = (
         *Zero.lacks,
-        *no_option("replicate", "DeepSpeed calls it otherwise", "zeropp: {hierarchical_partition: N}, or fsdp2 with replicate"),
+        *no_option("replicate", "DeepSpeed has its own key for it", "zeropp: {hierarchical_partition: N}, or fsdp2 with replicate"),
     )
     kind: Literal["zero3"] = "zero3"
     offload_parameters: OffloadField = Field(default_factory=Offload, description="Where weights live while they are not used.")
@@ -163,8 +163,8 @@ class Zero3Strategy(Zero):
         yield from super().refusals(case)
         if recomputes_some(case):
             reason = (
-                "torch's selective checkpointing wants the same operations again,"
-                " and DeepSpeed gathers weights within a block otherwise then"
+                "torch's selective checkpointing requires the same operations again,"
+                " and DeepSpeed gathers weights within a block in another order then"
             )
             instead = "use memory.activation_checkpointing=full, or strategy=fsdp2"
             yield Refusal("selective checkpointing × zero3", reason, instead, "memory.activation_checkpointing")
