@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -302,7 +303,9 @@ def _over_files(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def _tuned(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """PEFT's layers, by name."""
+    """PEFT's layers, by name. Where nothing has imported PEFT, which may not be installed, there are none."""
+    if sys.modules.get("peft") is None:
+        return iter(())
     from drumline.vendor.peft import BaseTunerLayer
 
     return ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
