@@ -17,7 +17,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,16 @@ LIMITS = ("hang", "startup", "save", "eval", "rollout")  # seconds, of `health`
 VARIABLE = "DRUMLINE_HEARTBEAT"  # folder:place of a rank among those of its host
 DUMP = signal.SIGUSR2
 LOOK_SECONDS = 0.25  # between two looks for a question of the watcher
+CALL_SECONDS = 1.0  # between two looks for a question of another host, in a phase that takes longer than that
+TIMES = 3.0  # a phase may take this many times the longest so far
+OWN_LIMIT = {"startup": "startup", "compile": "startup", "save": "save", "report": "save", "eval": "eval", "rollout": "rollout"}
 FIRST_STEPS = 2  # of a process: caches are cold, kernels are compiled, allocators grow
 # Words of 8 bytes. A store of one is never torn.
 PID, COUNT, SINCE, PHASE, STEP, POSITION, FREE, REQUEST, REPLY = range(9)
 LIMIT, LEARNED = 9, 9 + len(LIMITS)  # seconds: those of `health`, and the longest of each phase so far
 SLOT = LEARNED + len(PHASES)
 NUMBER = {phase: number for number, phase in enumerate(PHASES)}
+DONE = NUMBER["done"]
 
 
 class Board:
@@ -59,6 +63,22 @@ class Board:
     def file(self, kind: str, place: int) -> Path:
         """Where a rank's `stacks` go, and its `answer`."""
         return self.folder / f"{kind}-{place}"
+
+    def int_(self, place: int, word: int) -> int:
+        return int(self.ints[place * SLOT + word])
+
+    def float_(self, place: int, word: int) -> float:
+        return float(self.floats[place * SLOT + word])
+
+    def limit(self, place: int, places: Iterable[int]) -> float:
+        """Seconds that the phase of a rank may take. `places`: of the ranks from which it is learned."""
+        phase = self.int_(place, PHASE)
+        key = OWN_LIMIT.get(PHASES[phase])
+        learned = max(self.float_(other, LEARNED + phase) for other in places)
+        if key is None and (self.int_(place, FREE) or not learned):
+            key = "startup"
+        hang = self.float_(place, LIMIT + LIMITS.index(key or "hang"))
+        return hang if key else max(hang, TIMES * learned)
 
 
 def new_board(ranks: int) -> Board | None:
@@ -100,6 +120,7 @@ class Heart:
         self.seconds, self.began = dict.fromkeys(PHASES, 0.0), time.monotonic()  # in each phase so far, and since when in this one
         self.before = "startup"  # the phase that a compilation came into
         self.answers: dict[str, Callable[[], Any]] = {}
+        self.listen: Callable[[], None] | None = None
         # Both before the watcher sees this rank, and removes the folder.
         self.stacks = board.file("stacks", place).open("ab", buffering=0)
         self.answer = board.file("answer", place).open("wb", buffering=0)
@@ -138,10 +159,23 @@ class Heart:
             self.before = phase
         self.beat("compile" if begins else self.before)
 
+    def at_work(self) -> int | None:
+        """The step of this rank, where it is in a phase for no longer than that may take."""
+        late = time.monotonic() - self.floats[self.at + SINCE] > self.board.limit(self.place, [self.place])
+        return None if late else self.ints[self.at + STEP]
+
     def _answer(self) -> None:
         """Write what the watcher asks for: in a thread, since the others wait."""
+        heard = time.monotonic()
         while True:
             time.sleep(LOOK_SECONDS)
+            now = time.monotonic()
+            if self.listen and self.ints[self.at + PHASE] != DONE and min(now - heard, now - self.floats[self.at + SINCE]) > CALL_SECONDS:
+                heard = now
+                try:
+                    self.listen()
+                except RuntimeError:  # the ranks' store has gone with its host
+                    self.listen = None
             if (request := self.ints[self.at + REQUEST]) == self.ints[self.at + REPLY]:
                 continue
             found = {}
@@ -204,6 +238,14 @@ def answer(name: str, find: Callable[[], Any]) -> None:
     """`find` (JSON values) is called, in another thread, when this rank hangs."""
     if _heart is not None:
         _heart.answers[name] = find
+
+
+def answer_hosts(find: Callable[[int], Any], listen: Callable[[int | None], None]) -> None:
+    """`find` is called as those of `answer`, with the step of this rank; `listen` now and then in a long phase, with the step where this
+    rank is at work."""
+    if (heart := _heart) is not None:
+        heart.answers["elsewhere"] = lambda: find(heart.ints[heart.at + STEP])
+        heart.listen = lambda: listen(heart.at_work())
 
 
 def position() -> int:

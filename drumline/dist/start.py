@@ -20,6 +20,7 @@ import torch.distributed.distributed_c10d as c10d
 from drumline.core.munge import SECRET, seal, unseal
 from drumline.core.network import CHOOSE, addresses, interface_of, interface_to, is_loopback
 from drumline.core.process import SECRET_COMES
+from drumline.dist.roll_call import RollCall
 from drumline.errors import EnvironmentFault
 from drumline.foreign import first_line
 from drumline.vendor.torch import abort_process_group
@@ -212,6 +213,8 @@ def start(device: str, backend: str, timeout_seconds: float, interface: str | No
         timeout=timeout,
         device_id=torch.device("cuda", gpu(ranks)) if device == "cuda" else None,
     )
+    if os.environ.get("LOCAL_WORLD_SIZE") != str(ranks.world_size):
+        RollCall(rendezvous())
     return ranks
 
 

@@ -21,7 +21,7 @@ IDLE = re.compile(r'"[^"]*(concurrent/futures/thread|multiprocessing/\w+|selecto
 @dataclass(frozen=True)
 class Seen:
     """A rank of a hang: `state` and `sleeps_in` as watch.state_of has them; `stacks` as faulthandler writes them; `collectives`,
-    `samples`: its answers, None where it gave none."""
+    `samples`: its answers, None where it gave none; `elsewhere`: a rank of another host, no further than this one, is at work."""
 
     rank: int
     phase: str
@@ -34,6 +34,7 @@ class Seen:
     position: int = 0
     collectives: list[Entry] | None = None
     samples: list[int] | None = None
+    elsewhere: bool = False
     begun: bool = True  # it is past its imports
 
     @property
@@ -146,8 +147,8 @@ def name_hang(seen: list[Seen], elsewhere: bool) -> Hang:
     elif elsewhere and all(each.waiting for each in seen):
         return Hang(None, (), "all ranks of this host wait for others", tuple(seen), sure=False)
     else:
-        # One that gave no answer may have had no core to give it.
-        sure = not elsewhere or any(each.collectives is not None and not each.waiting for each in seen)
+        # One that gave no answer may have had no core to give it; without entries nothing is known of what it waits for.
+        sure = not elsewhere or any(each.collectives and not each.waiting for each in seen)
         first = min(each.step for each in seen)
         blamed = [each for each in seen if each.step == first and not each.waiting] or [each for each in seen if each.step == first]
         why = "it has not moved on" if len(seen) > 1 else "it does not move on"

@@ -41,10 +41,13 @@ class Lease:
     hands (it was suspended, or cut off from the disk) ends its process on the spot, and with it the ranks: the folder is no longer its own.
     """
 
-    def __init__(self, run_dir: Path, at: tuple[str, int] | None = None, after: str | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, at: tuple[str, int] | None = None, after: str | None = None, frozen: tuple[str, float] = ("", 0.0)
+    ) -> None:
         """`at`: where the holder listens to agents of other hosts. `after`: the token of the only lease that may be followed, once its
-        holder is dead; not where that has given it back."""
-        self.run_dir, self.path, self.after = run_dir, run_dir / NAME, after
+        holder is dead; not where that has given it back. `frozen`: a text of the file, and since when (seconds of this host's monotonic
+        clock) a process of this host has seen no other there."""
+        self.run_dir, self.path, self.after, self.frozen = run_dir, run_dir / NAME, after, frozen
         self.token = secrets.token_hex(8)
         owner = {"token": self.token, **asdict(this_process()), "since": time.strftime("%Y-%m-%d %H:%M:%S"), "at": at}
         self._head = json.dumps(owner).encode() + b"\n"
@@ -96,7 +99,7 @@ class Lease:
         alive = holder and holder.alive()
         if alive is None:
             print(f"note: {self.run_dir} may be in use by {_holder_text(seen)}: looking for {PATIENCE_SECONDS:g} s", file=sys.stderr)
-            until = time.monotonic() + PATIENCE_SECONDS
+            until = (self.frozen[1] if seen.decode(errors="replace") == self.frozen[0] else time.monotonic()) + PATIENCE_SECONDS
             while not alive and time.monotonic() < until:
                 time.sleep(LOOK_SECONDS)
                 now = self._look()
@@ -215,6 +218,11 @@ def has_lease(token: str, run_dir: Path, seconds: float) -> bool:
 def token_of(run_dir: Path) -> str | None:
     """The token of the lease that is in a run folder."""
     return _token(_read(run_dir / NAME) or b"")
+
+
+def text_of(run_dir: Path) -> str:
+    """What is in the file; empty where there is none. Raises OSError, and EnvironmentFault for what is no file."""
+    return (_read(run_dir / NAME) or b"").decode(errors="replace")
 
 
 def place_of(run_dir: Path) -> tuple[str, int] | None:

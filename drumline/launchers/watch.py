@@ -17,11 +17,9 @@ from typing import IO, Any
 from drumline.core import heartbeat as beats
 from drumline.launchers.hangs import Hang, Seen, name_hang
 
-TIMES = 3.0  # a phase may take this many times the longest so far
 MOST_LOOK = 0.5  # seconds that count between two looks: where this process did not run for longer, ranks may not have run either
-ELSEWHERE_SECONDS = 5.0  # for other hosts to name one of theirs first
+ELSEWHERE_SECONDS = 5.0  # for other hosts to name one of theirs first, or to answer that one is at work
 ANSWER_SECONDS = 3.0  # for stacks and collectives
-OWN_KEY = {"startup": "startup", "compile": "startup", "save": "save", "report": "save", "eval": "eval", "rollout": "rollout"}
 
 
 @dataclass
@@ -43,7 +41,8 @@ class Watch:
         self.board = board or beats.new_board(ranks)
         self.pulses: dict[int, _Pulse] = {}  # by place, of those that have begun
         self.files: dict[tuple[str, int], IO[bytes]] = {}
-        self.began = self.looked = time.monotonic()
+        self.began = self.looked = self.look_again = time.monotonic()
+        self.doubted: float | None = None  # since when it may be a rank of another host
 
     def variable(self, place: int) -> dict[str, str]:
         """What a rank needs in its environment."""
@@ -80,14 +79,22 @@ class Watch:
         # Those that are furthest behind hold up the others, who may wait for longer than they ever did.
         at_work = {rank: place for rank, place in beating.items() if beats.PHASES[self._int(place, beats.PHASE)] != "done"}
         last = min((self._int(place, beats.STEP) for place in at_work.values()), default=0)
-        late = [self._late(place, running[rank]) for rank, place in at_work.items() if self._int(place, beats.STEP) == last]
-        if min(late, default=0.0) <= 0:
+        behind = [(place, running[rank]) for rank, place in at_work.items() if self._int(place, beats.STEP) == last]
+        if min((self._late(*each) for each in behind), default=0.0) <= 0 and not any(self._suspended(*each) for each in behind):
+            self.doubted = None
+            return None
+        if now < self.look_again:
             return None
         if any(state_of(running[rank])[0] == "t" for rank in beating):
             return None
         elsewhere = max(self.ranks, len(beating)) < self.world_size
         hang = name_hang(self._seen(beating, running), elsewhere)
-        return None if elsewhere and not hang.sure and min(late) < ELSEWHERE_SECONDS else hang
+        if hang.sure:
+            return hang
+        self.doubted = now if self.doubted is None else self.doubted
+        if any(seen.elsewhere for seen in hang.seen):
+            self.look_again = now + ELSEWHERE_SECONDS
+        return None if now < max(self.look_again, self.doubted + ELSEWHERE_SECONDS) else hang
 
     def _late(self, place: int, pid: int) -> float:
         """Seconds beyond the limit. On a host with too much to do, those that the rank waited for a core are not its own."""
@@ -95,24 +102,24 @@ class Watch:
         late = pulse.waited - self._limit(place)
         return late if late <= 0 else late - (starved(pid) - pulse.starved)
 
+    def _suspended(self, place: int, pid: int) -> bool:
+        """For longer than a step may stand still: whatever it was at, it does nothing."""
+        return (
+            self.pulses[place].waited > self._float(place, beats.LIMIT + beats.LIMITS.index("hang")) and _state(Path(f"/proc/{pid}")) == "T"
+        )
+
     def _int(self, place: int, word: int) -> int:
         assert self.board is not None
-        return self.board.ints[place * beats.SLOT + word]
+        return self.board.int_(place, word)
 
     def _float(self, place: int, word: int) -> float:
         assert self.board is not None
-        return self.board.floats[place * beats.SLOT + word]
+        return self.board.float_(place, word)
 
     def _limit(self, place: int) -> float:
         """Seconds that the phase of a rank may take."""
-        phase = beats.PHASES[self._int(place, beats.PHASE)]
-        key = OWN_KEY.get(phase)
-        learned = max(self._float(other, beats.LEARNED + beats.PHASES.index(phase)) for other in self.pulses)
-        if key is None and (self._int(place, beats.FREE) or not learned):
-            key = "startup"
-        if key is not None:
-            return self._float(place, beats.LIMIT + beats.LIMITS.index(key))
-        return max(self._float(place, beats.LIMIT + beats.LIMITS.index("hang")), TIMES * learned)
+        assert self.board is not None
+        return self.board.limit(place, self.pulses)
 
     def _seen(self, beating: Mapping[int, int], running: Mapping[int, int]) -> list[Seen]:
         """Ask every rank for its stacks and its collectives, and do not wait long."""
@@ -154,7 +161,8 @@ class Watch:
             with suppress(ValueError):
                 answer = json.loads(self.files["answer", place].readline())
         found = {name: answer[name] for name in ("collectives", "samples") if isinstance(answer.get(name), list)}
-        return replace(seen, state=state[0], sleeps_in=state[1], stacks=stacks, **found)
+        elsewhere = bool(answer.get("elsewhere"))
+        return replace(seen, state=state[0], sleeps_in=state[1], stacks=stacks, elsewhere=elsewhere, **found)
 
 
 def state_of(pid: int) -> tuple[str, str]:
@@ -183,9 +191,16 @@ def _threads(pid: int) -> dict[int, str]:
     states = {}
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(OSError):
-                states[int(task.name)] = (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+            if state := _state(task):
+                states[int(task.name)] = state
     return states
+
+
+def _state(folder: Path) -> str:
+    """Of a process or thread, by its folder of /proc; empty where it has gone."""
+    with suppress(OSError, IndexError):
+        return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    return ""
 
 
 def _signal(pid: int) -> None:

@@ -28,7 +28,7 @@ def take_over(known: dict[str, Any]) -> int:
     assert isinstance(launcher, SSHLauncher)
     with ExitStack() as stack:
         hosts = stack.enter_context(succeeding(launcher, known))
-        stack.enter_context(Lease(run_dir, hosts.place, known["token"] if known["shared"] else None))
+        stack.enter_context(Lease(run_dir, hosts.place, known["token"] if known["shared"] else None, tuple(known["frozen"])))
         (run_dir / "logs").mkdir(exist_ok=True)
         with (run_dir / "logs" / f"launcher-{known['name']}.log").open("ab") as log:
             for number in (1, 2):

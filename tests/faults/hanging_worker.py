@@ -6,6 +6,7 @@ data         its stream's thread loops for ever
 reward       a function that it calls waits for a lock that nobody gives back
 skip         leaves a collective out, and goes on
 shape        begins one with another shape
+report       is long at what it does alone, and goes on
 save         writes to a disk, which the test has frozen
 lock         holds Python's lock in C for ever
 """
@@ -32,7 +33,7 @@ from drumline.telemetry.events import Eval, EventLog
 from drumline.train.entry import watch
 from drumline.train.failure import note, recording
 
-STEP_SECONDS = 0.02
+STEP_SECONDS, REPORT_SECONDS = 0.02, 15.0
 
 
 def endless(step: int) -> int:
@@ -86,6 +87,8 @@ def walk(run: Path, rank: int) -> None:
             heartbeat.beat("save")
             save(Path(behave["disk"]))
         heartbeat.beat("report")
+        if how == "report":
+            time.sleep(REPORT_SECONDS)
         if log:
             log.emit(Eval(step=step + 1, samples=1, seconds=0.0))
     if log:

@@ -7,7 +7,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.faults.live import gone, kill, wait_for
+from tests.faults.test_hangs import WORKER as HANGS
+from tests.faults.test_hangs import plan_of
 from tests.faults.test_launch import end, toy
 from tests.forks import Forked
 from tests.harness import ENV, ROOT, events
@@ -49,3 +53,12 @@ def test_a_killed_agent_is_noticed_and_sigterm_saves_on_all_hosts(tmp_path: Path
     (fault,) = events(run, "fault")
     assert (fault["rank"], fault["host"]) == (1, "127.0.0.1") and "the agent of its host has ended" in fault["error"]
     assert gone(str(run), 3.0) and not Path(f"/proc/{(run / 'pid-0').read_text()}").exists()
+
+
+@pytest.mark.full  # tests/unit/test_hangs.py, tests/unit/test_roll_call.py
+def test_a_host_waits_for_one_that_is_at_work_longer_than_a_step_may_take(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    behave = {"steps": 30, "how": "report", "rank": 0, "at": 20}
+    code, said = end(begin(plan_of(run, behave, kind="ssh", hosts=["localhost:1", "127.0.0.1:1"], max_restarts=0), HANGS))
+    assert code == 0, said
+    assert not events(run, "hang") and events(run, "eval")[-1]["step"] == 30

@@ -17,7 +17,7 @@ import pytest
 
 from drumline.launchers.hosts.link import SILENT_SECONDS
 from tests.faults.live import wait_for
-from tests.harness import ENV, events, losses, same_weights, write_config
+from tests.harness import ENV, ROOT, events, losses, same_weights, write_config
 from tests.hosts.namespaces import Host, ended, hosts
 from tests.tiny import tiny_model_dir
 
@@ -111,11 +111,13 @@ def test_the_doctor_looks_at_both_hosts(two: dict[str, Host], ssh: Path, model: 
 def test_a_killed_rank_is_named_with_its_host_and_the_losses_are_the_same(
     two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
 ) -> None:
-    path = config(tmp_path, model, ssh, checkpoint={"every": 3}, run={"steps": 200})  # it still goes on where this test is slow
-    run = tmp_path / "run"
+    steps = {"steps": 20, "callbacks": [f"{ROOT}/tests/hosts/pace.py:Pace"]}
+    path, run = config(tmp_path, model, ssh, checkpoint={"every": 3}, run=steps), tmp_path / "run"
+    (tmp_path / "slow").write_text("2")  # it has not ended before it is killed, however slow this test is
     process = two["a"].start(*TRAIN, path)
-    wait_for(run, "step", 10, process)
+    wait_for(run, "step", 5, process)
     two["b"].run("kill", "-9", rank_on(two["b"]))
+    (tmp_path / "slow").unlink()
     code, out = ended(process, 280)
     assert code == 0, out
     (fault,) = events(run, "fault")

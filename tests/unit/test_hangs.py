@@ -104,6 +104,11 @@ def test_without_an_answer_another_host_may_be_to_blame() -> None:
     assert name_hang([seen(0, entry(1))], elsewhere=True).sure and name_hang([Seen(0, "data", 7, 6.0, 5.0, state="T")], elsewhere=True).sure
 
 
+def test_a_rank_that_waits_is_not_to_blame_where_what_it_waits_for_is_not_known() -> None:
+    """Without a recorder there are no entries."""
+    assert not name_hang([seen(0)], elsewhere=True).sure
+
+
 def test_the_stack_shows_the_main_thread_and_those_at_work() -> None:
     stacks = (
         'Thread 0x1 (most recent call first):\n  File "/x/core/heartbeat.py", line 1 in _answer\n\n'
@@ -178,6 +183,38 @@ def test_a_rank_that_waits_does_not_hang_while_another_is_at_work(watch: Watch) 
     assert late(watch, 500.0) is None, "one waits for the other's checkpoint"
     two.step(1, 0, free=False)
     assert watch.look({0: os.getpid(), 1: os.getpid()}) is not None, "but it does not wait for one that is ahead of it"
+
+
+def test_a_suspended_rank_hangs_whatever_it_was_at(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a phase that may take long, such as the report of a step, and while the other is in one."""
+    one, two = hearts(watch, save=1000.0)
+    one.beat("save")
+    two.beat("report")
+    assert late(watch, 500.0) is None
+    monkeypatch.setattr("drumline.launchers.watch._state", lambda folder: "T")
+    hang = watch.look({0: os.getpid(), 1: os.getpid()})
+    assert hang is not None and hang.why == "it is suspended (SIGSTOP)"
+
+
+def test_a_host_that_waits_does_not_hang_while_another_one_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drumline.launchers.watch.ELSEWHERE_SECONDS", 0.2)
+    watch, mine = Watch(1, 0, 2), {0: os.getpid()}
+    try:
+        folder, _, _ = watch.variable(0)[heartbeat.VARIABLE].rpartition(":")
+        heart = Heart(Board(Path(folder), 0), 0, {**dict.fromkeys(LIMITS, 1.0)})
+        answers = {"collectives": [entry(2, waits=True)], "elsewhere": True}
+        heart.answers = {name: lambda name=name: answers[name] for name in answers}  # type: ignore[misc]
+        assert watch.look(mine) is None
+        watch.pulses[0].waited += 60.0
+        for _ in range(3):
+            assert watch.look(mine) is None
+            watch.look_again = 0.0
+        answers["elsewhere"] = False
+        time.sleep(0.3)
+        hang = watch.look(mine)
+        assert hang is not None and hang.culprit is None, "nobody is at work any more"
+    finally:
+        watch.close()
 
 
 def test_a_rank_that_has_done_its_part_is_not_waited_for(watch: Watch) -> None:

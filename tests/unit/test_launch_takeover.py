@@ -87,6 +87,14 @@ def test_the_lease_of_a_dead_launcher_goes_to_one_heir(tmp_path: Path, monkeypat
     assert place_of(run) is None
 
 
+def test_an_heir_need_not_look_for_as_long_as_its_agent_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "PATIENCE_SECONDS", 3600.0)
+    monkeypatch.setattr(lease, "LOOK_SECONDS", 0.05)
+    run = write(tmp_path / "run", token="dead", host="elsewhere")
+    with Lease(run, ("10.0.0.2", 7), "dead", (lease.text_of(run), time.monotonic() - 3600.0)):
+        assert place_of(run) == ("10.0.0.2", 7)
+
+
 @pytest.fixture
 def elastic(tmp_path: Path) -> Iterator[ElasticHosts]:
     made = ElasticHosts(["a", "b", "c"], Starter(), "127.0.0.1", None, None, [], least=1, most=3, own="a")

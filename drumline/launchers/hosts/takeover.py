@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from drumline.core.redact import redact
 from drumline.errors import EnvironmentFault
 from drumline.launchers import lease
 from drumline.launchers.hosts.link import Link, Message, call
-from drumline.launchers.hosts.vote import ASK_SECONDS, FREE_SECONDS, Place, Voter
+from drumline.launchers.hosts.vote import FREE_SECONDS, Place, Voter
 
 LAUNCHER = "drumline.train.successor"
 FIND_SECONDS = 60.0  # for another launcher to be there; with the lease twice as long, as a launcher without hosts waits a minute
@@ -36,6 +37,7 @@ class Heir:
         self.known: Message = {}  # what the launcher has all hosts know; nothing before the first attempt
         self.own, self._folder = False, ExitStack()
         self._launcher: Helper | None = None
+        self._frozen = ("", 0.0)  # the lease of a folder that is shared, and since when it has stood still
         self._lost = 0  # looks at a lease that is another, or none
 
     def claim(self, run_dir: Path) -> str:
@@ -56,6 +58,8 @@ class Heir:
             return f"{run_dir.absolute()} has checkpoints of another run: go on with --resume, or choose another with run.dir=…"
         if not self.voter.confirm((order["term"], order["number"]), members):
             return "has given its vote to another launcher"
+        if not self.known and order["shared"]:
+            threading.Thread(target=self._watch_lease, daemon=True, name="drumline-heir").start()
         self.known = order
         try:
             for name, text in order["files"].items() if self.own else ():
@@ -64,22 +68,31 @@ class Heir:
             return f"cannot write its run folder: {error.strerror or error}"
         return ""
 
+    def _watch_lease(self) -> None:
+        """All the time: a launcher that follows then need not look at it for as long again. In a thread, as the folder may not answer."""
+        while True:
+            with suppress(OSError, EnvironmentFault):
+                text = lease.text_of(Path(self.known["run_dir"]))
+                if text != self._frozen[0]:
+                    self._frozen = text, time.monotonic()
+            time.sleep(LOOK_SECONDS)
+
     def find(self) -> Link | None:
         """The launcher that goes on; None where there is none in time."""
         until = time.monotonic() + FIND_SECONDS * (1 + self.known["shared"])
         turn = time.monotonic() + TURN_SECONDS * self._place_in_line() + (0 if self.known["shared"] else FREE_SECONDS)
         while time.monotonic() < until and not self._ended():
-            time.sleep(LOOK_SECONDS)
             with suppress(OSError, EnvironmentFault):
                 place = self._launcher_place()
                 if place is not None:
-                    link = call(*place, self.settings["secret"], ASK_SECONDS)
+                    link = call(*place, self.settings["secret"], LOOK_SECONDS)
                     self.settings |= {"address": place[0], "port": place[1]}
                     return link
             if time.monotonic() > turn and (self._launcher is None or self._launcher.poll() is not None):
                 turn = time.monotonic() + TURN_SECONDS * max(2, len(self.known["members"]))
                 with suppress(OSError, EnvironmentFault):
                     self._start()
+            time.sleep(LOOK_SECONDS)
         self._note(f"error: host {self.settings['name']} found no launcher that goes on with {self.known['run_dir']}" + self._why())
         return None
 
@@ -117,7 +130,7 @@ class Heir:
             self._folder.close()  # for the launcher to take
             self.own = False
         self._launcher = Helper([sys.executable, *tied(LAUNCHER)], None, self._note)
-        self._launcher.tell(json.dumps({**self.known, **self.settings, "term": term}))
+        self._launcher.tell(json.dumps({**self.known, **self.settings, "term": term, "frozen": self._frozen}))
 
     def _why(self) -> str:
         if self.known["shared"]:
