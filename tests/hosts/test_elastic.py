@@ -113,6 +113,8 @@ def test_too_few_hosts_end_the_start_in_one_line(four: dict[str, Host], tmp_path
 class Standing:
     """A link that is there."""
 
+    heard = float("inf")
+
     def send(self, message: dict[str, Any]) -> None:
         self.last = message
 

@@ -137,6 +137,9 @@ def test_an_agent_and_a_launcher_know_each_other_by_the_secret() -> None:
     closing.start()
     assert agent.receive() is None and answers[2].receive() is None
     assert time.monotonic() >= agent.heard
+    answers[2].close()
+    answers[2].close()  # its other side has gone: the connection still has the socket to close
+    answers[2]._connection.close()
 
 
 def test_versions_and_devices_that_differ_are_named() -> None:

@@ -106,6 +106,19 @@ def elastic(tmp_path: Path) -> Iterator[ElasticHosts]:
         made.close()
 
 
+def test_before_the_first_ranks_a_busy_host_is_not_given_up(elastic: ElasticHosts) -> None:
+    there(elastic, "a")
+    link = elastic.remotes["a"].link
+    assert link is not None
+    link.heard = time.monotonic() - 20.0
+    time.sleep(0.5)
+    assert elastic.there() == ["a"]
+    elastic.since, until = time.monotonic() - 20.0, time.monotonic() + 60
+    while elastic.there() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not elastic.there() and "no sign for 6 s" in elastic.remotes["a"].gone
+
+
 def test_a_launcher_without_half_of_its_hosts_ends(elastic: ElasticHosts) -> None:
     elastic.shared = False
     there(elastic, "a", "b", "c")

@@ -29,7 +29,7 @@ from drumline.core.signals import LauncherSignals
 from drumline.errors import EnvironmentFault, UserError
 from drumline.launchers.agent import Agent, Place
 from drumline.launchers.hosts.facts import facts
-from drumline.launchers.hosts.link import AGENT_SECONDS, BEAT_SECONDS, CONNECT_SECONDS, Link, Message, call, store_secret
+from drumline.launchers.hosts.link import AGENT_SECONDS, BEAT_SECONDS, CONNECT_SECONDS, IDLE_SECONDS, Link, Message, call, store_secret
 from drumline.launchers.hosts.takeover import Heir
 from drumline.launchers.lease import has_lease
 from drumline.launchers.postmortem import RankEnd, log_lines
@@ -58,6 +58,7 @@ class Host:
         self.gone, self.ended = threading.Event(), False
         self.orders = queue.SimpleQueue[Message | None]()
         self.ranks: HostRanks | None = None
+        self.limit = IDLE_SECONDS
         self.elsewhere = defaultdict[str, set[int]](set)  # attempt → exit codes of failed ranks of other hosts
         self.confirmed = time.monotonic()  # when the newest beat was sent that the launcher has heard
 
@@ -93,6 +94,9 @@ class Host:
             socket.create_connection((address, port), CONNECT_SECONDS).close()
         except OSError as error:
             return {"refused": f"cannot reach port {port} of {address}, where ranks meet: {error.strerror or error}"}
+        while time.monotonic() - self.confirmed > 2 * BEAT_SECONDS and not self.gone.wait(LOOK_SECONDS):
+            continue  # no ranks before the launcher hears of this host now
+        self.limit = AGENT_SECONDS
         secret = store_secret(self.settings["secret"], order["attempt"])
         place = Place(address, port, order["first"], order["world_size"], secret)
         ranks = HostRanks(tied(*order["rank"]), order["nproc"], place, Path(order["logs"]), self.signals, order["grace"])
@@ -128,10 +132,10 @@ class Host:
 
     def _watch(self) -> None:
         """By itself, as a message may wait for a network that has gone."""
-        while time.monotonic() - self.confirmed < AGENT_SECONDS:
+        while time.monotonic() - self.confirmed < self.limit:
             if self.gone.wait(LOOK_SECONDS):
                 return
-        self._leave(f"the launcher has not heard of this host for {AGENT_SECONDS:g} s")
+        self._leave(f"the launcher has not heard of this host for {self.limit:g} s")
 
     def _leave(self, why: str) -> None:
         """Kill the ranks, whatever this process is at, and end on the spot, unless another launcher may follow."""

@@ -22,7 +22,7 @@ from drumline.core.redact import withheld
 from drumline.core.signals import Interrupted, LauncherSignals
 from drumline.errors import EnvironmentFault
 from drumline.launchers.environment import listen
-from drumline.launchers.hosts.link import SILENT_SECONDS, Link, Message, answer
+from drumline.launchers.hosts.link import IDLE_SECONDS, SILENT_SECONDS, Link, Message, answer
 from drumline.launchers.postmortem import RankEnd
 
 AGENT = "drumline.launchers.hosts.agent"
@@ -75,6 +75,7 @@ class Hosts:
         self.inbox = queue.SimpleQueue[tuple[Remote, Message]]()
         self._listener = listen(None if port is None else port + 1, address)
         self._ended, self._begun = threading.Event(), False
+        self.since: float | None = None  # monotonic seconds of the first start of ranks
         for work in (self._accept, self._watch):
             threading.Thread(target=work, daemon=True, name=f"drumline-hosts{work.__name__}").start()
 
@@ -163,8 +164,9 @@ class Hosts:
 
     def _watch(self) -> None:
         while not self._ended.wait(LOOK_SECONDS):
+            limit, since = (IDLE_SECONDS, 0.0) if self.since is None else (SILENT_SECONDS, self.since)
             for remote in self.remotes.values():
-                if (link := remote.link) is not None and time.monotonic() - link.heard > SILENT_SECONDS:
+                if (link := remote.link) is not None and time.monotonic() - max(link.heard, since) > limit:
                     self._lose(remote, link, CUT_OFF)
 
     # ------------------------------------------------------------------------------------------------------------ asking
@@ -275,6 +277,7 @@ class Attempt:
         store = open_store(listen(hosts.port, hosts.address))
         order = {"do": "start", "rank": rank, "world_size": self.world, "port": store.port, "attempt": self.logs.name}
         order |= {"logs": str(self.logs), "grace": hosts.grace}
+        hosts.since = hosts.since or time.monotonic()
         for name, count in hosts.counts.items():
             if (link := self.links[name]) is not None:
                 link.send({**order, "nproc": count, "first": self.first[name]})

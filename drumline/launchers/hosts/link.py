@@ -14,6 +14,8 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from multiprocessing.context import AuthenticationError
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 BEAT_SECONDS = 1.0
 AGENT_SECONDS = 4.5  # since an agent sent the newest beat that the launcher has heard: then it kills its ranks
 SILENT_SECONDS = 6.0  # since the launcher has heard anything of a host: then it is given up. Above AGENT_SECONDS, for the kill
+IDLE_SECONDS = 60.0  # in the place of both before the first ranks: a launcher that plans, and imports torch, may have no core to answer
 CONNECT_SECONDS = 10.0
 HANDSHAKE_SECONDS = 10.0  # for one answer
 LONGEST = 2**24  # bytes of a message
@@ -56,19 +59,13 @@ class Link:
     @property
     def address(self) -> str:
         """This host's, as the other side sees it."""
-        with socket.socket(fileno=self._connection.fileno()) as ends:
-            own = str(ends.getsockname()[0])
-            ends.detach()
-        return own
+        with _socket(self._connection) as ends:
+            return str(ends.getsockname()[0])
 
     def close(self) -> None:
         """Also while another thread receives: it gets None."""
-        try:
-            with socket.socket(fileno=self._connection.fileno()) as ends:
-                ends.shutdown(socket.SHUT_RDWR)
-                ends.detach()
-        except OSError:  # it has gone already
-            return
+        with suppress(OSError), _socket(self._connection) as ends:  # it may have gone already
+            ends.shutdown(socket.SHUT_RDWR)
 
 
 def call(address: str, port: int, secret: str, reach: float = CONNECT_SECONDS, seconds: float | None = None) -> Link:
@@ -107,10 +104,19 @@ def _limited(connected: socket.socket, seconds: float = HANDSHAKE_SECONDS) -> Co
 
 
 def _unlimited(connection: Connection) -> Link:
-    with socket.socket(fileno=connection.fileno()) as ends:
+    with _socket(connection) as ends:
         _wait_at_most(ends, 0.0)
-        ends.detach()
     return Link(connection)
+
+
+@contextmanager
+def _socket(connection: Connection) -> Iterator[socket.socket]:
+    """Of a connection, which stays the one to close it."""
+    ends = socket.socket(fileno=connection.fileno())
+    try:
+        yield ends
+    finally:
+        ends.detach()
 
 
 def _wait_at_most(ends: socket.socket, seconds: float) -> None:

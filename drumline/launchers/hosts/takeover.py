@@ -58,9 +58,9 @@ class Heir:
             return f"{run_dir.absolute()} has checkpoints of another run: go on with --resume, or choose another with run.dir=…"
         if not self.voter.confirm((order["term"], order["number"]), members):
             return "has given its vote to another launcher"
-        if not self.known and order["shared"]:
+        first, self.known = not self.known, order
+        if first and order["shared"]:
             threading.Thread(target=self._watch_lease, daemon=True, name="drumline-heir").start()
-        self.known = order
         try:
             for name, text in order["files"].items() if self.own else ():
                 write_whole(run_dir / name, text, private=True)
