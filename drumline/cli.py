@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from drumline import __version__, cli_data, cli_report, cli_runs, cli_scale
-from drumline.cli_data import ConfigFile, Overrides
+from drumline.cli_runs import ConfigFile, Overrides, Trust
 from drumline.cli_runs import path_of as _path
 from drumline.core.redact import redact
 from drumline.errors import DrumlineError, UserError
@@ -32,7 +32,6 @@ def _place(text: str) -> str:
 
 
 _path_option = partial(typer.Option, parser=_path)
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. No file can allow this.")]
 TRUSTED = ["model.trust_remote_code=true"]
 
 
@@ -167,7 +166,8 @@ def init(
     raise typer.Exit(run(config, Answers(model, cluster, length, adapter, batch, algorithm, data=data), yes))
 
 
-cli_data.add(app)
+for _data_command in cli_data.COMMANDS:
+    app.command()(_data_command)
 
 
 @app.command()
@@ -295,9 +295,8 @@ def schema() -> None:
     print(json.dumps(json_schema(), indent=2))
 
 
-cli_runs.add(app)
-cli_report.add(app)
-cli_scale.add(app)
+for _command in (*cli_runs.COMMANDS, *cli_report.COMMANDS, *cli_scale.COMMANDS):
+    app.command()(_command)
 
 
 def main(arguments: list[str] | None = None) -> None:

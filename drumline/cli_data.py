@@ -7,23 +7,7 @@ from typing import Annotated
 
 import typer
 
-from drumline.cli_runs import path_of
-
-ConfigFile = Annotated[
-    Path, typer.Argument(parser=path_of, metavar="CONFIG.yaml", help="The config of the run; `drumline schema` describes its keys.")
-]
-
-
-def _keys(incomplete: str) -> list[str]:
-    from drumline.core.complete import keys
-
-    return keys(incomplete)
-
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Keys that override the YAML: optimizer.lr=1e-4", autocompletion=_keys),
-]
+from drumline.cli_runs import ConfigFile, Overrides, path_of
 
 
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
@@ -68,7 +52,4 @@ def convert(
     run(path_of(old[0]) if len(old) == 1 else old, output)
 
 
-def add(app: typer.Typer) -> None:
-    """Have `app` know of them."""
-    for command in (prepare, preview, convert):
-        app.command()(command)
+COMMANDS = (prepare, preview, convert)

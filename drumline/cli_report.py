@@ -47,7 +47,4 @@ def watch(
     serve(list(dict.fromkeys(runs)), host, port, stages)
 
 
-def add(app: typer.Typer) -> None:
-    """Have `app` know of them."""
-    for command in (report, compare, watch):
-        app.command()(command)
+COMMANDS = (report, compare, watch)

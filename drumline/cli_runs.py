@@ -1,4 +1,4 @@
-"""The commands on runs that are under way, whoever launched them."""
+"""What commands have in common, and those on runs that are under way, whoever launched them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,20 @@ def path_of(given: str | Path) -> Path:
     return Path(given)
 
 
+def _keys(incomplete: str) -> list[str]:
+    from drumline.core.complete import keys
+
+    return keys(incomplete)
+
+
+ConfigFile = Annotated[
+    Path, typer.Argument(parser=path_of, metavar="CONFIG.yaml", help="The config of the run; `drumline schema` describes its keys.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Keys that override the YAML: optimizer.lr=1e-4", autocompletion=_keys),
+]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. No file can allow this.")]
 Run = Annotated[Path, typer.Argument(parser=path_of, metavar="RUN", help="A run folder.")]
 
 
@@ -57,7 +71,4 @@ def stop(run: Run) -> None:
     end(run)
 
 
-def add(app: typer.Typer) -> None:
-    """Have `app` know of them."""
-    for command in (ps, logs, follow, stop):
-        app.command()(command)
+COMMANDS = (ps, logs, follow, stop)

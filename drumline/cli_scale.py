@@ -8,13 +8,8 @@ from typing import Annotated
 
 import typer
 
-from drumline.cli_runs import Run, path_of
+from drumline.cli_runs import ConfigFile, Overrides, Run, Trust, path_of
 from drumline.errors import UserError
-
-ConfigFile = Annotated[
-    Path, typer.Argument(parser=path_of, metavar="CONFIG.yaml", help="The config of the run; `drumline schema` describes its keys.")
-]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. No file can allow this.")]
 
 
 def push(
@@ -64,7 +59,7 @@ def sweep(
 
 def bench(
     config: ConfigFile,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that override the YAML.")] = None,
+    overrides: Overrides = None,
     nproc: Annotated[str, typer.Option(metavar="1,2,4", help="Processes of each host.")] = "1,2",
     strategies: Annotated[str, typer.Option(metavar="LIST", help="Such as `ddp,fsdp2 tp=2`. Default: the config's own.")] = "",
     nodes: Annotated[str, typer.Option(metavar="1,2", help="Hosts, where launch.kind is ssh, slurm or ray. Default: all.")] = "",
@@ -92,7 +87,4 @@ def _numbers(text: str, flag: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def add(app: typer.Typer) -> None:
-    """Have `app` know of them."""
-    for command in (push, serve, sweep, bench):
-        app.command()(command)
+COMMANDS = (push, serve, sweep, bench)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import html
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from drumline.core.files import write_whole
 from drumline.errors import EnvironmentFault
 from drumline.foreign import disk_errors
 from drumline.report.bars import notes
+from drumline.report.markup import Html, table, tag, text
 
 Rows = Sequence[Sequence[str]]
 STYLE = (
@@ -50,12 +50,12 @@ def show(console: Console, title: str, rows: Rows, left: Sequence[str]) -> None:
         numbers = [name not in left for name in rows[0]]
         rows = [["\n".join(cell.rsplit(" ", 1)) if number else cell for number, cell in zip(numbers, row, strict=True)] for row in rows]
     padding = (0, 0 if wide else 1, 0, 0)
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=padding, pad_edge=False)
+    shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=padding, pad_edge=False)
     for name in rows[0]:
-        table.add_column(Text(name), justify="left" if name in left else "right", overflow="fold")
+        shown.add_column(Text(name), justify="left" if name in left else "right", overflow="fold")
     for row in rows[1:]:
-        table.add_row(*map(Text, row))
-    console.print(table)
+        shown.add_row(*map(Text, row))
+    console.print(shown)
 
 
 def markdown(rows: Rows) -> str:
@@ -76,16 +76,12 @@ def write_pages(
     write_whole(folder / f"{name}.md", "\n\n".join([*parts, *([bullets] if bullets else []), *picture]) + "\n")
     if png:
         (folder / f"{name}.png").write_bytes(png)
-    body = [f"<h1>{html.escape(title)}</h1>"]
+    body = [tag("h1", title)]
     for head, rows in tables:
-        body += [f"<h2>{html.escape(head)}</h2>"] * bool(head)
-        cells = [(("th" if number == 0 else "td"), row) for number, row in enumerate(rows)]
-        body.append(
-            "<table>" + "".join("<tr>" + "".join(f"<{t}>{html.escape(c)}</{t}>" for c in row) + "</tr>" for t, row in cells) + "</table>"
-        )
-    body += [f"<p>{html.escape(line)}</p>" for line in lines]
-    body += [f'<img alt="{html.escape(title)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'] if png else []
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
+        body += [*[tag("h2", head)] * bool(head), table(rows[0], rows[1:])]
+    body += [tag("p", line) for line in lines]
+    body += [Html(f'<img alt="{text(title)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">')] if png else []
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8">{tag("title", title)}<style>{STYLE}</style>'
     write_whole(folder / f"{name}.html", head + "\n".join(body) + "</html>\n")
     return ", ".join(f"{name}.{end}" for end in ("md", "html", *(["png"] if png else [])))
 

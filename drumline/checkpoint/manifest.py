@@ -40,8 +40,6 @@ FOLDER_NAME = re.compile(r"step-(\d{8,})")
 
 
 class Record(BaseModel):
-    """A part of a manifest."""
-
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 

@@ -80,7 +80,6 @@ def is_lasting(error: BaseException) -> bool:
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception as one line."""
     if isinstance(error, DrumlineError):
         return error.line()
     if isinstance(error, RanksError):

@@ -73,8 +73,6 @@ class _NotUploaded(Exception):
 
 @dataclass
 class _Job:
-    """One save in flight."""
-
     step: int
     state: bytes
     metric: float | None

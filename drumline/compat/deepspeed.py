@@ -115,7 +115,6 @@ def _enabled(then: Rule) -> Rule:
 
 
 def tracker(name: str) -> Rule:
-    """Add a tracker."""
     return lambda sheet, old: sheet.put("run.report_to", [*sheet.values.get("run", {}).pop("report_to", []), name], old)
 
 

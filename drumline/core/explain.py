@@ -32,7 +32,6 @@ def strategy_name(plan: Plan) -> str:
 
 
 def plan_line(plan: Plan) -> str:
-    """The plan on one line."""
     predicted, world = plan.predicted, plan.mesh.world_size
     model = plan.config.model.id or plan.config.model.config.get("model_type", "model")
     model = model.removeprefix("package:").rstrip("/").split("/")[-1]

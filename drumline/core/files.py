@@ -11,7 +11,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -177,17 +177,12 @@ def digest(path: Path) -> str | None:
             continue
         size = file.stat().st_size
         whole.update(f"{name}\0{size}\0".encode())
+        spread = [(size - PIECE) * number // (PIECES - 1) for number in range(PIECES)]
         with file.open("rb") as content:
-            for start in _starts(size):
+            for start in range(0, size, PIECE) if size <= PIECE * PIECES else spread:
                 content.seek(start)
                 whole.update(content.read(PIECE))
     return whole.hexdigest()
-
-
-def _starts(size: int) -> Sequence[int]:
-    if size <= PIECE * PIECES:
-        return range(0, size, PIECE)
-    return [(size - PIECE) * number // (PIECES - 1) for number in range(PIECES)]
 
 
 @contextmanager

@@ -314,7 +314,7 @@ def refused(old: Config, new: Config, allow: tuple[str, ...]) -> tuple[str, list
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key → value, of what stands in sections of sections."""
+    """Dotted key → value, of dictionaries at any depth; a list is one value."""
     if not isinstance(value, dict) or not value:
         return {prefix: value}
     return {key: leaf for name, inner in value.items() for key, leaf in flat(inner, f"{prefix}.{name}".lstrip(".")).items()}

@@ -233,9 +233,3 @@ def _schedule_free(case: Case, where: str) -> Iterator[Refusal]:
     if algorithm.rollout is not None or algorithm.extra_forwards:
         reason = "it learns at other weights than it answers with, and this algorithm compares the two within a step"
         yield Refusal("schedule_free × a pass without gradients in a step", reason, "use optimizer.kind=adamw", where)
-
-
-def lacking(options: OptimizerConfig, names: list[str]) -> str | None:
-    """A pattern of `groups` that no parameter matches; None: each has some."""
-    patterns = [pattern for group in options.groups for pattern in group.match]
-    return next((pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)), None)

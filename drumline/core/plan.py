@@ -175,7 +175,6 @@ class Layout(Frozen):
 
     @property
     def stream_parts(self) -> int:
-        """See StrategySpec.stream_parts."""
         return self.strategy.stream_parts(self.mesh)
 
     @property
@@ -291,7 +290,6 @@ class Plan(Layout):
         return 12 * (self.predicted.trainable or 0)
 
     def save(self, path: Path) -> None:
-        """Write plan.json."""
         write_whole(path, self.model_dump_json(indent=2) + "\n", private=True)  # user options are in it
 
     def of_role(self, name: str) -> Self:

@@ -257,14 +257,8 @@ def uncollected() -> Iterator[None]:
 
 
 def run_module(module: str, question: str = "", seconds: float | None = None, keeps: Sequence[int] = ()) -> tuple[int | None, str, str]:
-    """(exit code, stdout, stderr) of a module in a process of its own, with `question` on its stdin and the file descriptors `keeps`; no
-    code where it takes more than `seconds`."""
-    command = [sys.executable, "-m", module]
-    try:
-        done = subprocess.run(command, input=question, capture_output=True, text=True, timeout=seconds, check=False, pass_fds=keeps)
-    except subprocess.TimeoutExpired:
-        return None, "", ""
-    return done.returncode, done.stdout, done.stderr
+    """`run_command` of a module, which gets the file descriptors `keeps`."""
+    return run_command([sys.executable, "-m", module], question, seconds, keeps=keeps)
 
 
 def output_of(command: Sequence[str], seconds: float) -> str | None:
@@ -290,14 +284,17 @@ def start_command(command: Sequence[str], env: Mapping[str, str], log: IO[str] |
 
 
 def run_command(
-    command: Sequence[str], question: str = "", seconds: float | None = None, folder: str | None = None
+    command: Sequence[str],
+    question: str = "",
+    seconds: float | None = None,
+    folder: str | None = None,
+    keeps: Sequence[int] = (),
 ) -> tuple[int | None, str, str]:
-    """(exit code, stdout, stderr) of a command in `folder`, with `question` on its stdin; no code where it takes more than `seconds`.
-    Raises OSError."""
+    """(exit code, stdout, stderr) of a command in `folder`, with `question` on its stdin and the file descriptors `keeps`; no code where it
+    takes more than `seconds`. Raises OSError."""
+    how: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "check": False}
     try:
-        done = subprocess.run(
-            command, input=question, timeout=seconds, cwd=folder, capture_output=True, text=True, errors="replace", check=False
-        )
+        done = subprocess.run(command, input=question, timeout=seconds, cwd=folder, pass_fds=keeps, **how)
     except subprocess.TimeoutExpired:
         return None, "", ""
     return done.returncode, done.stdout, done.stderr

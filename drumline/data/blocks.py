@@ -113,7 +113,6 @@ class Maker:
 
 
 def block_of(root: Path, number: int) -> Path:
-    """The folder of a block."""
     return root / f"{number:08}"
 
 
@@ -181,12 +180,10 @@ class Blocks:
         return np.concatenate(found)
 
     def segments(self, sample: int) -> list[Segment]:
-        """See TokenCache."""
         number = self.number_of(sample)
         return self.cache(number).segments(sample - self.begins[number - self.first])
 
     def meta(self, sample: int) -> dict[str, Any]:
-        """See TokenCache."""
         number = self.number_of(sample)
         return self.cache(number).meta(sample - self.begins[number - self.first])
 
@@ -217,7 +214,6 @@ class Blocks:
         return self._caches[number]
 
     def _size(self, number: int) -> int:
-        """Samples of a block."""
         if number not in self._samples:
             self._wait(number, lambda: str(number) in read_ledger(self.root).get("samples", {}))
             self._samples[number] = read_ledger(self.root)["samples"][str(number)]

@@ -143,7 +143,6 @@ class Layout:
 
     @property
     def samples(self) -> int:
-        """Written so far."""
         return self.columns["lengths"].count
 
     def add(

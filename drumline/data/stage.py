@@ -76,7 +76,6 @@ class Stage:
         self.role = np.zeros(self.rows, np.uint8)
 
     def write(self, chunk: Chunk) -> None:
-        """Add the following rows."""
         self.counts += chunk.counts
         for name, end in zip(("first", "start", "meta"), self._ends.tolist(), strict=True):
             chunk.rows[name] += end

@@ -64,7 +64,6 @@ class Finding:
     follows: tuple[str, ...] = ()
 
     def values(self) -> dict[str, object]:
-        """For JSON."""
         one, where = self.signature, self.evidence
         own = {"name": one.name, "kind": one.kind, "warning": one.warn, "cause": self.cause, "mend": one.mend}
         seen = {"place": where.place, "text": where.text, "lines": self.lines, "attempt": where.attempt, "ranks": list(self.ranks)}

@@ -266,7 +266,6 @@ def model_of(source: Path, trust: bool = False) -> dict[str, Any]:
 
 
 def _evaluate(model: dict[str, Any], tasks: list[str], limit: int | None, include_path: Path | None) -> dict[str, dict[str, float]]:
-    """As `metrics_of` gives them."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager

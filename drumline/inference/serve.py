@@ -10,12 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from drumline.core.plan import Plan
 from drumline.core.process import Process, exit_code, start_command, tied
 from drumline.core.signals import CtrlC
-from drumline.errors import CheckpointError, EnvironmentFault, ModelError
+from drumline.errors import EnvironmentFault, ModelError
 from drumline.launchers.environment import listen
-from drumline.models.export import exported
+from drumline.models.export import exported, plan_of
 from drumline.report.bars import bars
 
 END_SECONDS = 10.0
@@ -25,9 +24,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 def serve(run: Path, host: str, port: int, trust: bool) -> int:
     """Export RUN where that is not done, and serve it until Ctrl-C. Returns 0 then, else the server's exit code. Raises EnvironmentFault
     for a port that is held and for a server that is not installed, ModelError for a model that writes no text."""
-    if not (run / "plan.json").exists():
-        raise CheckpointError("not a run folder: it has no plan.json", where=str(run), fix="name the folder that `drumline train` printed")
-    plan = Plan.load(run / "plan.json", trust)
+    plan = plan_of(run, trust)
     if not plan.config.algorithm.writes:
         raise ModelError(f"a model of algorithm {plan.config.algorithm.kind} gives numbers, not text", where=str(run))
     listen(port, host, "--port").close()

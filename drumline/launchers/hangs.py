@@ -61,7 +61,6 @@ class Hang:
 
     @property
     def message(self) -> str:
-        """In one line."""
         if self.culprit is None:
             # As gloo's and NCCL's own errors: one of another host is to blame.
             return f"Timed out waiting in {self.of.phase} for ranks of other hosts, after {self.of.seconds:.0f} s"

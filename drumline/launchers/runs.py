@@ -173,7 +173,6 @@ def _wait_for_end(run: Path, token: str) -> None:
 
 
 def table(found: list[State]) -> str:
-    """Lines of `drumline ps`."""
     rows: list[tuple[str, ...]] = [("RUN", "STATE", "STEP", "LAST EVENT", "WHERE")]
     rows += [(str(each.run_dir), each.state, str(each.step or "-"), f"{_duration(each.age)} ago", each.where) for each in found]
     rows = [tuple(printable(cell.replace("\n", " ")) for cell in row) for row in rows]

@@ -217,7 +217,6 @@ def _reach(documents: Documents) -> tuple[int, int]:
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: Numbers, cap: Numbers) -> Tensor:
-    """torch.nn.attention.varlen."""
     from torch.nn.attention.varlen import varlen_attn
 
     assert cap is None, "it has no soft caps"

@@ -78,7 +78,7 @@ def export(
     began = time.time()
     if dtype not in ("auto", *DTYPES):
         raise EnvironmentFault(f"no dtype {dtype!r}", where="--dtype", fix=f"one of auto, {', '.join(DTYPES)}")
-    plan = _plan_of(run_dir, trust)
+    plan = plan_of(run_dir, trust)
     base = _base_of(plan) if adapter else None
     checkpoint = _choose(run_dir / "checkpoints", which)
     _require_free(to)
@@ -154,7 +154,7 @@ def _round(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tuple[list[A
 def exported(run_dir: Path, adapter: bool, progress: OnProgress, trust: bool = False) -> Path:
     """The folder that `export` writes of a run: RUN/export where that has this form and the checkpoint that the run exports, else a new one
     beside it. Raises what `export` raises."""
-    plan, root = _plan_of(run_dir, trust), run_dir / "checkpoints"
+    plan, root = plan_of(run_dir, trust), run_dir / "checkpoints"
     which: Which = "last" if plan.config.checkpoint.export == "last" else "best"
     wanted = (pointed(root, "best") if which == "best" else None) or pointed(root, "latest")
     for name in ("export", "adapter" if adapter else "merged"):
@@ -171,7 +171,7 @@ def read_run(run_dir: Path, trust: bool = False) -> tuple[Any, Any, Path]:
     """(model in eval mode, fp32, adapters merged; its tokenizer; its best checkpoint) of a run: what `export` would write, in memory.
     Raises CheckpointError if the run has no whole checkpoint."""
     checkpoint = _choose(run_dir / "checkpoints", "best")
-    return *read_checkpoint(_plan_of(run_dir, trust), checkpoint), checkpoint
+    return *read_checkpoint(plan_of(run_dir, trust), checkpoint), checkpoint
 
 
 def read_checkpoint(plan: Plan, checkpoint: Path) -> tuple[Any, Any]:
@@ -244,7 +244,7 @@ def _base_of(plan: Plan) -> str:
     return plan.model_path
 
 
-def _plan_of(run_dir: Path, trust: bool) -> Plan:
+def plan_of(run_dir: Path, trust: bool) -> Plan:
     """The plan of a run folder. `trust`: whether the model's own code may run; the folder, perhaps a stranger's, does not decide that."""
     path = run_dir / "plan.json"
     if not path.exists():

@@ -83,13 +83,11 @@ class LossScale:
             foreach_mul_(gradients, 1.0 / self.value)
 
     def good(self) -> None:
-        """A step was taken."""
         self.good_steps += 1
         if self.enabled and self.good_steps % GROWTH_INTERVAL == 0:
             self.value *= 2.0
 
     def overflow(self) -> None:
-        """A step was skipped."""
         self.good_steps = 0
         if self.enabled:
             self.value /= 2.0

@@ -16,6 +16,7 @@ from rich.text import Text
 from drumline.core.redact import redact
 from drumline.errors import UserError, printable
 from drumline.report.bars import notes
+from drumline.report.curves import groups
 from drumline.report.facts import APART, Points, RunFacts, short_names
 from drumline.report.sections import short
 
@@ -80,15 +81,12 @@ def sides(folders: list[Path]) -> tuple[list[RunFacts], list[RunFacts]]:
     found = [_runs(folder) for folder in dict.fromkeys(folders)]
     if len(found) == 2:
         return found[0], found[1]
-    groups: dict[str, list[RunFacts]] = {}
-    for run in (run for each in found for run in each):
-        groups.setdefault(run.group, []).append(run)
-    if len(groups) != 2:
-        what = (
-            "all of them are one run, or differ in run.seed only" if len(groups) == 1 else f"they make {len(groups)} groups by their keys"
-        )
+    runs = [run for each in found for run in each]
+    alike = groups(runs)
+    if len(alike) != 2:
+        what = "all of them are one run, or differ in run.seed only" if len(alike) == 1 else f"they make {len(alike)} groups by their keys"
         raise UserError(what, where="drumline compare", fix="name two different runs, or two folders of runs: drumline compare A B")
-    one, other = groups.values()
+    one, other = ([runs[place] for place in places] for places in alike)
     return one, other
 
 

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from drumline.core.files import numbered
+from drumline.core.load import flat
 from drumline.core.redact import plain
 from drumline.errors import DrumlineError, UserError
 from drumline.foreign import read_object
@@ -41,13 +42,6 @@ def mapping(value: Any) -> dict[str, Any]:
 def numbers(value: Any) -> dict[str, float]:
     """The finite numbers of a dictionary."""
     return {str(key): found for key, each in mapping(value).items() if (found := number(each)) is not None}
-
-
-def flat(value: Any, place: str = "") -> dict[str, Any]:
-    """Dotted key → value, of dictionaries at any depth; a list is one value."""
-    if isinstance(value, dict) and value:
-        return {name: leaf for key, inner in value.items() for name, leaf in flat(inner, f"{place}.{key}" if place else str(key)).items()}
-    return {place: value}
 
 
 def named(event: dict[str, Any]) -> dict[str, float]:
@@ -90,7 +84,6 @@ class Attempt:
 
     @property
     def outcome(self) -> str:
-        """How it ended, in words."""
         if self.fault is not None:
             where = f" on {self.fault['host']}" if self.fault.get("host") else ""
             return f"rank {self.fault.get('rank')}{where}: {self.fault.get('error')} → {self.fault.get('action')}"

@@ -16,8 +16,6 @@ MOST_TEXT = 20_000  # characters of one value
 
 
 class Html(str):
-    """Text that is HTML already."""
-
     __slots__ = ()
 
 

@@ -95,11 +95,12 @@ def page(runs: list[RunFacts]) -> str:
         parts[0] = ("Summary", join((parts[0][1], tag("p", text, class_="note"))))
     shown = [(title, inner) for title, inner in parts if inner]
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
+    foot = tag("footer", f"Drumline {__version__} · made {time.strftime('%Y-%m-%d %H:%M')} · this file holds all that it shows")
     body = join(
         (
             _top(title, names[: len(detailed)]),
             tag("nav", *(tag("a", each, href=f"#{_id(each)}") for each, _ in shown), aria_label="Sections"),
-            tag("main", *(tag("section", tag("h2", each), inner, id=_id(each)) for each, inner in shown), _foot()),
+            tag("main", *(tag("section", tag("h2", each), inner, id=_id(each)) for each, inner in shown), foot),
             tag("noscript", tag("p", "Curves and filters need JavaScript; tables do without.", class_="note")),
         )
     )
@@ -138,7 +139,3 @@ def _of_run(place: int, inner: Html | None) -> Html:
 
 def _id(title: str) -> str:
     return "to-" + title.lower().replace(" ", "-")
-
-
-def _foot() -> Html:
-    return tag("footer", f"Drumline {__version__} · made {time.strftime('%Y-%m-%d %H:%M')} · this file holds all that it shows")

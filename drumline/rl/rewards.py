@@ -132,7 +132,6 @@ class Rewards:
         self.close()
 
     def close(self) -> None:
-        """End all processes."""
         self._closed = True
         for worker in list(self._workers):
             worker.process.terminate()

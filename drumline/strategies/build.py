@@ -12,7 +12,6 @@ from torch.nn import Module
 
 from drumline.core.config import LoRAConfig
 from drumline.core.model import Head
-from drumline.core.optimizer import lacking
 from drumline.core.plan import Plan
 from drumline.dist.seeds import derive
 from drumline.errors import PlanError
@@ -59,9 +58,6 @@ def build_engine(plan: Plan, device: str, checkpoint_keys: frozenset[str] = froz
     trainable = {name: chosen for name, chosen in plan.roles.items() if chosen.trainable}
     names = dict.fromkeys(checkpoint_keys)
     policy = _trained(plan, device, frozenset(of_role(names, POLICY)), plan.config.head)
-    if plan.mesh.pp == 1 and (pattern := lacking(plan.config.optimizer, [*cast(Any, policy).named])):  # a stage has some of the names
-        fix = "name parameters as model.named_parameters() has them, * for any part"
-        raise PlanError(f"no trainable parameter matches {pattern}", where="optimizer.groups", fix=fix)
     if not trainable:
         return policy
     engines = {n: _trained(plan.of_role(n), device, frozenset(of_role(names, n)), chosen.head) for n, chosen in trainable.items()}

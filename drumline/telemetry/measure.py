@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 
 
 def planned(estimate: Estimate) -> Planned:
-    """The event of a prediction."""
     return Planned(
         memory=estimate.memory.model_dump(),
         host=estimate.host.model_dump(),

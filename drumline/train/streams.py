@@ -68,7 +68,6 @@ def order_of(plan: Plan, samples: int) -> Order:
 
 
 def open_blocks(plan: Plan, makes: bool, known: dict[str, Any]) -> Blocks:
-    """The blocks of a stream."""
     config, data = plan.config, plan.data
     assert data is not None and config.data.stream is not None
     root, maker, curriculum = Path(data.train_cache), None, config.data.curriculum

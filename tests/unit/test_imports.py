@@ -45,8 +45,8 @@ MAY: dict[str, set[str]] = {
         *("core", "report", "telemetry", "planner", "launchers", "train", "bench", "inference", "doctor"),
     },
     "cli_report": {"cli_runs", "report", "launchers"},
-    "cli_data": {"cli_runs", "core", "train"},
-    "cli_runs": {"report", "launchers"},
+    "cli_data": {"cli_runs", "train"},
+    "cli_runs": {"core", "report", "launchers"},
     "cli_scale": {"cli_runs", "bench", "inference"},
     "__main__": {"cli"},
     "__init__": {"bench", "planner", "train", "inference"},  # each when it is asked for

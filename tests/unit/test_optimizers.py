@@ -13,9 +13,9 @@ from torch import nn
 
 from drumline.core.config import Config, OptimizerConfig, PrecisionConfig
 from drumline.core.facts import Weight
-from drumline.core.optimizer import KINDS, lacking, refusals
+from drumline.core.optimizer import KINDS, refusals
 from drumline.core.rule import Case
-from drumline.errors import EnvironmentFault
+from drumline.errors import EnvironmentFault, PlanError
 from drumline.parallel.in_turn import InBackward, OnHost
 from drumline.parallel.low import LowAdamW, rounded
 from drumline.parallel.norms import global_norm, total_norm
@@ -169,7 +169,9 @@ def test_groups_have_rates_and_decay_of_their_own() -> None:
     names = {parameter: name for name, parameter in named.items()}
     found = {names[p]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
     assert found == dict(zip(SHAPES, [(0.16, 0.0), (0.005, 0.1), (0.01, 0.1), (0.005, 0.0)], strict=True))
-    assert lacking(options, list(SHAPES)) is None and lacking(options, ["embed.weight", "norm"]) == "*mlp*"
+    options.require_groups(list(SHAPES))
+    with pytest.raises(PlanError, match=r"'\*mlp\*' matches no parameter that learns"):
+        options.require_groups(["embed.weight", "norm"])
 
 
 @pytest.mark.parametrize("kind", ["adamw", "lion", "adamw_8bit"])

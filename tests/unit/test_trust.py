@@ -12,7 +12,7 @@ import pytest
 from drumline.algorithms.dpo.spec import DPOConfig
 from drumline.core.load import load
 from drumline.inference.evaluate import find_weights
-from drumline.models.export import _plan_of
+from drumline.models.export import plan_of
 from tests.harness import ENV, ROOT, write_config
 from tests.tiny import tiny_model_dir
 
@@ -50,8 +50,8 @@ def test_a_runs_plan_allows_no_code(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(exist_ok=True)
     plan.save(tmp_path / "run" / "plan.json")
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["config"]["model"]["trust_remote_code"] is True
-    assert not _plan_of(tmp_path / "run", trust=False).config.model.trust_remote_code
-    assert _plan_of(tmp_path / "run", trust=True).config.model.trust_remote_code
+    assert not plan_of(tmp_path / "run", trust=False).config.model.trust_remote_code
+    assert plan_of(tmp_path / "run", trust=True).config.model.trust_remote_code
 
 
 @pytest.mark.parametrize(

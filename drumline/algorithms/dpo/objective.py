@@ -54,5 +54,4 @@ class SortingDPO(DPO):
 
 
 def made(spec: DPOConfig) -> DPO:
-    """The objective of a spec."""
     return (SortingDPO if spec.extra_forwards else DPO)(spec=spec, chunk=spec.loss_chunk)

@@ -48,12 +48,10 @@ class ReferenceFree(AnswerPairs):
 
 
 def orpo(spec: ORPOConfig) -> ReferenceFree:
-    """The objective of a spec."""
     return ReferenceFree(loss=partial(odds_ratio, beta=spec.beta), beta=spec.beta, sft_weight=1.0, chunk=spec.loss_chunk)
 
 
 def simpo(spec: SimPOConfig) -> ReferenceFree:
-    """The objective of a spec."""
 
     def loss(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> torch.Tensor:
         return cross_entropy(spec.beta * (chosen_P - rejected_P) - spec.gamma, spec.label_smoothing)

@@ -50,5 +50,4 @@ class NextToken(Algorithm):
 
 
 def made(spec: TextSpec) -> NextToken:
-    """The objective of a spec."""
     return NextToken(spec.loss_chunk, spec.has_answers)

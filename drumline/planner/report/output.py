@@ -195,7 +195,6 @@ def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Chang
 
 
 def candidate(question: Question, found: Candidate, tokens: float | None = None) -> dict[str, Any]:
-    """The numbers of one candidate."""
     layout, estimate = found.layout, found.estimate
     return {
         "name": found.name,

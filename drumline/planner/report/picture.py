@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from drumline.errors import EnvironmentFault, UserError
 from drumline.foreign import disk_errors
 from drumline.planner.report.table import CATEGORIES, gradients_at_peak, headline, main_cells
 from drumline.planner.search.answer import GB, Answer, Candidate, number
+from drumline.report.markup import table, text
 
 KINDS = (".png", ".svg", ".html")
 # The colours of Okabe and Ito, which colour-blind readers can distinguish; what the allocator cannot use is grey.
@@ -195,7 +195,7 @@ def _name(axes: Any, candidates: Sequence[Candidate]) -> None:
 
 def page(answer: Answer, svg: str) -> str:
     """A page of its own: the picture as SVG, and the figures as tables."""
-    title = html.escape(" · ".join(headline(answer.question)))
+    title = text(" · ".join(headline(answer.question)))
     heads = ("strategy", "verdict", "needs GB", "step s", "tokens/s", "MFU", *(f"{part} GB" for part in CATEGORIES), "sent GB")
     rows = [
         (
@@ -213,12 +213,7 @@ def page(answer: Answer, svg: str) -> str:
         "td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}.out td{text-align:left}</style>",
         f"<h1 style='font-size:18px'>{title}</h1>",
         svg[svg.index("<svg") :],
-        _html_table(heads, rows) if rows else "<p>Nothing fits.</p>",
-        "<h2 style='font-size:16px'>Out</h2>" + _html_table(("family", "reason"), out, "out") if out else "",
+        table(heads, rows) if rows else "<p>Nothing fits.</p>",
+        "<h2 style='font-size:16px'>Out</h2>" + table(("family", "reason"), out, class_="out") if out else "",
     ]
     return "\n".join(parts) + "\n"
-
-
-def _html_table(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
-    return f"<table class='{kind}'><tr>{''.join(f'<th>{html.escape(head)}</th>' for head in heads)}</tr>\n{body}</table>"
