@@ -169,8 +169,7 @@ def _measure(row: Row, read_config: Any, given: list[str], folder: Path, on_prog
             if estimate.verdict == "no":
                 what = f"does not fit: it needs {size(estimate.memory.reserved)} of {size(estimate.limit)}, by its plan"
                 raise DoesNotFit(what if estimate.host_fits else "does not fit into the memory of its hosts, by its plan")
-        data = None if plan.data is None else plan.data.model_copy(update={"eval_caches": {}, "eval_samples": 0})
-        return plan.model_copy(update={"saves": False, "data": data})
+        return plan.measured_only()
 
     errors = io.StringIO()
     try:

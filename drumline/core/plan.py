@@ -289,6 +289,11 @@ class Plan(Layout):
         """About what a checkpoint takes: in fp32 a trainable weight, and AdamW's two moments of it; 0 where the model is not known."""
         return 12 * (self.predicted.trainable or 0)
 
+    def measured_only(self) -> Self:
+        """The plan of a few steps that nothing is saved of, so that no space is required, and nothing is evaluated in."""
+        data = None if self.data is None else self.data.model_copy(update={"eval_caches": {}, "eval_samples": 0})
+        return self.model_copy(update={"saves": False, "data": data})
+
     def save(self, path: Path) -> None:
         write_whole(path, self.model_dump_json(indent=2) + "\n", private=True)  # user options are in it
 

@@ -19,7 +19,6 @@ from drumline.checkpoint.load import Found, check, load, newest, read_state
 from drumline.checkpoint.manifest import read_manifest, step_of
 from drumline.checkpoint.memory import Memory
 from drumline.checkpoint.ranks import Ranks as RankGroup
-from drumline.checkpoint.ranks import RanksError
 from drumline.checkpoint.remote import Store
 from drumline.checkpoint.retention import best_of
 from drumline.checkpoint.save import Checkpointer
@@ -87,7 +86,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         fresh = start is None or start.path is None
         training, held_out, back = _streams(plan, ranks, engine, algorithm, state, fresh, gather, emit, stop_flag)
     answers, tasks = _written(plan, engine, rollouts, device, emit)
-    _agree_on(verification)
+    RankGroup.all(error_type=DataError).each(verification.result)  # damage to a cache that any rank has found
     goodput.end_part("data")
     saved = state.step if start and start.path and checkpointer.is_kept(start.path) else -1
     return Loop(
@@ -185,14 +184,6 @@ def _verification(plan: Plan, ranks: Ranks) -> Future[None]:
     folders = [*([] if data.stream else [data.train_cache]), *data.eval_caches.values()] if data else []
     caches = [TokenCache.open(folder) for folder in folders]
     return verify_in_background([(cache.folder, cache.info["sha256"]) for cache in caches], ranks.rank, ranks.world_size)
-
-
-def _agree_on(verification: Future[None]) -> None:
-    """Raises DataError on every rank where any has found a cache damaged. Collective."""
-    try:
-        RankGroup.all().each(verification.result)
-    except RanksError as failure:
-        raise DataError(str(failure)) from failure
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from typing import Any
 from drumline.core.config import CheckpointConfig, Config
 from drumline.core.data import FileSource
 from drumline.core.load import Loaded
-from drumline.core.plan import Plan
 from drumline.core.run import EvalConfig
 from drumline.errors import EnvironmentFault
 from drumline.planner.search.answer import Answer, Candidate, Probe, corrected_answer, require_here
@@ -71,7 +70,9 @@ def _try(candidate: Candidate, loaded: Loaded, run_dir: Path, rows: Path | None,
     name, predicted = candidate.name, candidate.estimate
     config = short(candidate, run_dir, rows)
     plan = make_plan(Request(replace(loaded, config=config)), on_progress=on_progress)
-    code = launch_trial(plan, _write(plan, run_dir), f"probe {name}", on_progress)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    plan.measured_only().save(run_dir / "plan.json")
+    code = launch_trial(plan, run_dir / "plan.json", f"probe {name}", on_progress)
     measured = last_measurement(read(run_dir / "events.jsonl"))
     if code or measured is None:
         return Probe(name=name, predicted=predicted, failed=f"its first steps failed with exit code {code}, as told above")
@@ -94,11 +95,3 @@ def short(candidate: Candidate, run_dir: Path, rows: Path | None) -> Config:
         own = {"train": [source], "eval": [], "holdout": 0, "truncation": "right", "learn_on": "all", "cache_dir": str(run_dir / "cache")}
         sections["data"] = config.data.model_copy(update=own)
     return config.model_copy(update=sections)
-
-
-def _write(plan: Plan, run_dir: Path) -> Path:
-    """A run folder that nothing is saved into, so no space is required; nothing is evaluated."""
-    data = None if plan.data is None else plan.data.model_copy(update={"eval_caches": {}, "eval_samples": 0})
-    run_dir.mkdir(parents=True, exist_ok=True)
-    plan.model_copy(update={"saves": False, "data": data}).save(run_dir / "plan.json")
-    return run_dir / "plan.json"

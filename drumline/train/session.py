@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 
 from drumline.checkpoint.ranks import Ranks as RankGroup
-from drumline.checkpoint.ranks import RanksError
 from drumline.core.explain import default_run_dir
 from drumline.core.resolve import batch_norm_why
 from drumline.core.signals import StopFlag
@@ -104,12 +103,12 @@ class Session:
         self.device = f"cuda:{gpu(self.ranks)}" if plan.device == "cuda" else "cpu"
         self.gather = Gather(self.ranks.rank, self.ranks.world_size, self.device, counts=plan.mesh.counts(self.ranks.rank))
         try:
-            RankGroup.all().first(lambda: claim(plan, self.resume, self.allow, self.stack))
-        except RanksError as failure:
+            RankGroup.all(error_type=EnvironmentFault).first(lambda: claim(plan, self.resume, self.allow, self.stack))
+        except EnvironmentFault:
             self.stack.close()
             if self.owns:
                 stop()
-            raise EnvironmentFault(str(failure)) from None
+            raise
         self.reporter = MainReporter(plan) if self.is_first else Reporter()
         self.emit: Emit = self.reporter.emit
         self.goodput = Goodput(self.started)
