@@ -1,4 +1,4 @@
-"""What the planner knows of a model without its weights, and of the same model otherwise: under a LoRA adapter, on rows of another length.
+"""What the planner knows of a model without its weights, and of the same model on rows of another length.
 And the entries of its weights on one rank, however they are cut. No torch here; `models.load.facts` builds the model and counts."""
 
 from __future__ import annotations
@@ -9,10 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    from drumline.core.config import LoRAConfig
+from typing import Literal, NamedTuple
 
 # The styles of transformers' tensor-parallel plans that parallel.tensor_parallel knows, and its own: experts are cut by their number.
 ROWS_CUT, COLUMNS_CUT = ("colwise", "colwise_gather_output", "colwise_rep"), ("rowwise", "rowwise_rep", "rowwise_split_input")
@@ -142,42 +139,6 @@ def with_length(facts: ModelFacts, old: int, new: int) -> ModelFacts:
     flops = facts.flops_per_token + facts.layers * (attention - facts.attention_flops)
     roles = {name: with_length(role, old, new) for name, role in facts.roles.items()}
     return replace(facts, attention_flops=attention, flops_per_token=flops, roles=roles)
-
-
-def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
-    """An adapter over all linear layers in the blocks, as PEFT lays it, everything else frozen. None for a model that has adapters or
-    frozen parts already, or whose weights are not known one by one."""
-    if facts.frozen or not facts.block_weights or facts.vision_language:
-        return None
-    kinds = {block: tuple(part for weight in block for part in _adapted(weight, adapter.r)) for block, _ in facts.kinds_of_blocks}
-    blocks = tuple(kinds[block] for block in facts.block_weights)
-    added = sum(weight.numel for block in blocks for weight in block if weight.trainable)
-    if not added:
-        return None
-    ahead = len(blocks) - len(facts.block_parameters)
-    products = facts.flops_per_token - facts.layers * facts.attention_flops
-    return replace(
-        facts,
-        parameters=facts.parameters + added,
-        frozen=facts.parameters,
-        flops_per_token=products * 4 / 6 + 6 * added + facts.layers * facts.attention_flops,
-        block_weights=blocks,
-        block_parameters=tuple(sum(weight.numel for weight in block) for block in blocks[ahead:]),
-        end_weights=tuple(weight._replace(trainable=False) for weight in facts.end_weights),
-    )
-
-
-def _adapted(weight: Weight, rank: int) -> list[Weight]:
-    """A weight, frozen; of a linear layer also the two factors, the one beside the cut dimension cut like it."""
-    frozen = weight._replace(trainable=False)
-    if len(weight.shape) != 2 or weight.owners[-1:] != ("Linear",):
-        return [frozen]
-    layer, owners = weight.name.removesuffix(".weight"), (*weight.owners, "ModuleDict", "Linear")
-    rows, columns = weight.shape
-    by_row = weight.style.startswith("rowwise")
-    first = Weight(f"{layer}.lora_A.default.weight", (rank, columns), True, weight.style if by_row else "", owners)
-    second = Weight(f"{layer}.lora_B.default.weight", (rows, rank), True, "" if by_row else weight.style, owners)
-    return [frozen._replace(name=f"{layer}.base_layer.weight", owners=(*weight.owners, "Linear")), first, second]
 
 
 def packs(shape: tuple[int, ...]) -> bool:

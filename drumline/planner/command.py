@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from drumline.planner.search.search import search
 from drumline.report.bars import OnProgress, bars
 
 TRACED = 3  # of the best
+MOST_TOKENS = 1e18
 SHORT, LONG = 3, 8  # plans that a screen shows, and --all
 
 Trial = Callable[[Answer, Loaded, OnProgress], Answer]
@@ -66,8 +66,8 @@ def plan(options: Options) -> int:
     single, beside = ([name for name, value in flags.items() if value] for flags in (alone, shown))
     if len(single) > 1 or (single and beside):  # one would be ignored
         raise UserError(f"{' and '.join([*single, *beside])} are questions of their own", where="drumline plan", fix="ask one at a time")
-    if options.tokens is not None and not math.isfinite(options.tokens):
-        raise UserError(f"{options.tokens} given, a finite number is wanted", where="--tokens", fix="such as 1e9")
+    if options.tokens is not None and not options.tokens <= MOST_TOKENS:
+        raise UserError(f"{options.tokens} given, {MOST_TOKENS:g} or less is wanted", where="--tokens", fix="such as 1e9")
     hosts = None if options.what_if is None else table.parse_what_if(options.what_if)
     loaded = load_with_flags(options.config, options.overrides, options.flags)
     with bars(aside) as on_progress:

@@ -1,5 +1,5 @@
-"""A model that was found, and its sizes: those of known shapes come with the package, others are counted on the meta device once, then read
-from disk. So neither a plan of a known shape nor a second plan imports torch or transformers."""
+"""A model that was found, and its sizes: those of known shapes come with the package, those of their families and of adapters over them
+follow, others are counted on the meta device once, then read from disk. Only the counting imports torch and transformers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from typing import Any
 from pydantic import TypeAdapter
 
 import drumline
-from drumline.core.config import Adapter
+from drumline.core.config import Adapter, LoRAConfig
 from drumline.core.facts import ModelFacts, with_length
 from drumline.core.files import kept
 from drumline.core.model import Head, ModelConfig
 from drumline.errors import ModelError
-from drumline.foreign import read_text
+from drumline.foreign import read_object, read_text
 from drumline.hardware.detect import cache_dir
-from drumline.models.shapes import KNOWN
+from drumline.models.shapes import KNOWN, full_config
+from drumline.planner.derived import NO_SIZES, of_family, with_lora
 
 PACKAGE = Path(drumline.__file__).parent
 COUNTED_BY = ("core/facts.py", "models/*.py")  # whose code decides the sizes
@@ -51,9 +52,10 @@ def sizes_of(
 ) -> ModelFacts:
     """`models.load.facts` of a model, kept on disk by all that they depend on. `length`: tokens of a row, of images their side. What is
     damaged there, or of other versions, is counted anew. Raises ModelError."""
-    plain = head == "lm" and not frozen and (adapter is None or adapter.kind == "none")
-    if plain and (shipped := _shipped(found)) is not None:
-        return with_length(shipped[1], shipped[0], length)
+    if head == "lm" and not frozen and (derived := _derived(found, length)) is not None:
+        adapted = with_lora(derived, adapter) if isinstance(adapter, LoRAConfig) else derived
+        if adapted is not None:
+            return adapted
     key = _key(found, head, [labels, frozen, adapter and adapter.model_dump(mode="json")])
 
     def count() -> tuple[int, ModelFacts]:
@@ -84,14 +86,35 @@ def _key(found: Found, head: Head, how: list[Any]) -> str | None:
     return hashlib.sha256(json.dumps(made, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
-def _shipped(found: Found) -> tuple[int, ModelFacts] | None:
-    """The sizes of a known shape with nothing changed, where this transformers has counted them; None for any other model."""
-    if found.path is not None or found.model.shape is not None or found.model.trust_remote_code:
+def _derived(found: Found, length: int) -> ModelFacts | None:
+    """The sizes of a known shape, or of a model that differs from one in its sizes alone, where this transformers has counted those; None
+    for any other model."""
+    version, *lines = SHIPPED.read_text().splitlines()
+    values = _values(found)
+    if values is None or version != _version("transformers"):
         return None
-    names = [name for name, known in KNOWN.items() if known.values == found.model.config]
-    version, *lines = SHIPPED.read_text().splitlines() if names else [""]
-    bodies = (body for name, _, body in (line.partition(" ") for line in lines) if name in names)
-    return next(map(parse, bodies), None) if version == _version("transformers") else None
+    bodies = {name: body for name, _, body in (line.partition(" ") for line in lines)}
+    known = [(KNOWN[name].values, body) for name, body in bodies.items() if KNOWN[name].values["model_type"] == values.get("model_type")]
+    if (same := next((body for config, body in known if config == values), None)) is not None:
+        counted_at, facts = parse(same)
+        return with_length(facts, counted_at, length)
+    return of_family(values, ((config, parse(body)[1]) for config, body in known), length)
+
+
+def _values(found: Found) -> dict[str, Any] | None:
+    """All values of the model's config; None where only transformers knows them: overrides of a file's, and code of the model's own."""
+    model = found.model
+    if model.trust_remote_code or (found.path is not None and model.config):
+        return None
+    if found.path is None:  # of these keys each is one that the class of the config must know, and only it knows which it does
+        values = {**(full_config(model.shape) if model.shape else {}), **model.config}
+        return None if NO_SIZES & {*values} - {"model_type"} else values
+    if not (file := Path(found.path) / "config.json").is_file():
+        return None
+    from drumline.models.files import check_folder
+
+    check_folder(file.parent)
+    return read_object(file, ModelError)
 
 
 def _version(package: str) -> str:

@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from drumline.core.config import Config, LoRAConfig
-from drumline.core.facts import with_length, with_lora
+from drumline.core.facts import with_length
 from drumline.errors import PlanError
+from drumline.planner.derived import with_lora
 from drumline.planner.report.table import show_heuristics
 from drumline.planner.search.advice import STEP, _largest, _of_length, max_batch, max_length, nothing_fits, what_if
 from drumline.planner.search.answer import Question

@@ -84,7 +84,8 @@ def test_sizes_come_with_the_package_for_the_version_that_is_pinned() -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"config": {"num_hidden_layers": 4}}, {"head": "score"}, {"frozen": ["model.embed_tokens"]}, {"adapter": LoRAConfig()}]
+    "changed",
+    [{"config": {"mlp_bias": True}}, {"head": "score"}, {"frozen": ["model.embed_tokens"]}, {"adapter": LoRAConfig(dora=True)}],
 )
 def test_any_other_model_than_a_known_one_is_counted(changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

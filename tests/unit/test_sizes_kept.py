@@ -1,5 +1,5 @@
-"""Sizes of known shapes come with the package, those of other models are kept on disk: then a plan imports neither torch nor transformers.
-What is damaged is counted anew."""
+"""Sizes of known shapes come with the package, those of their families follow, those of other models are kept on disk: then a plan imports
+neither torch nor transformers. What is damaged is counted anew."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from drumline.train.setup import Request, make_plan
 from tests.harness import ROOT, write_config
 from tests.tiny import tiny_model_dir
 
-SMALL = {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
+# `mlp_bias`: no known shape has one, so these are counted.
+SMALL = {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128, "mlp_bias": True}
 ALONE = """
 import sys
 from drumline.cli import main
@@ -46,10 +47,10 @@ def counted(found: Found, length: int = 96, **how: object) -> ModelFacts:
 
 @pytest.mark.slow
 def test_a_second_plan_imports_neither_torch_nor_transformers(kept: Path, run) -> None:  # type: ignore[no-untyped-def]
-    shape = "model.shape={layers: 2, hidden: 256, heads: 4, vocabulary: 512}"
-    assert run("plan", shape, "--cluster", "4x4090", "--length", "512")[0] == 0
+    shape, biased = "model.shape={layers: 2, hidden: 256, heads: 4, vocabulary: 512}", "model.config={mlp_bias: true}"
+    assert run("plan", shape, biased, "--cluster", "4x4090", "--length", "512")[0] == 0
     (file,) = kept.iterdir()
-    for model in ([shape], ["--model", "smollm2-135m"]):
+    for model in ([shape, biased], [shape], [shape, "adapter=lora"], ["--model", "smollm2-135m", "--adapter", "qlora"]):
         command = [sys.executable, "-c", ALONE, "1024", *model]
         done = subprocess.run(command, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=120)
         assert "imported: []" in done.stdout and "tokens/s" in done.stdout, done.stderr
@@ -68,14 +69,14 @@ def test_what_is_kept_is_what_was_counted(kept: Path) -> None:
 
 
 def test_other_content_is_counted_anew_and_damage_too(kept: Path, model: Path) -> None:
-    found = Found(ModelConfig(id=str(model)), str(model))
+    found, config = Found(ModelConfig(id=str(model)), str(model)), model / "config.json"
+    config.write_text(config.read_text().replace('"mlp_bias": false', '"mlp_bias": true'))
     first = sizes_of(found, 96, "lm")
     (file,) = kept.iterdir()
     whole = file.read_text()
     for damaged in ("", whole[: len(whole) // 2], whole.replace("96", "97", 1), "[]", "\x00" * 100):
         file.write_text(damaged)
         assert sizes_of(found, 96, "lm") == first and file.read_text() == whole
-    config = model / "config.json"
     config.write_text(config.read_text().replace('"vocab_size": ', '"vocab_size": 1'))
     assert sizes_of(Found(found.model, found.path), 96, "lm").vocab_size != first.vocab_size and len(list(kept.iterdir())) == 2
 

@@ -11,12 +11,13 @@ from itertools import product
 from drumline.core.algorithm import AlgorithmSpec, ChunkedSpec
 from drumline.core.config import BatchConfig, Config, LoRAConfig
 from drumline.core.explain import flow
-from drumline.core.facts import with_length, with_lora
+from drumline.core.facts import with_length
 from drumline.core.plan import Plan
 from drumline.core.stages import in_flight
 from drumline.core.strategy import StrategySpec
 from drumline.errors import PlanError
 from drumline.planner.cluster import with_nodes
+from drumline.planner.derived import with_lora
 from drumline.planner.search.answer import Answer, Candidate, Question, gb, why_not
 from drumline.planner.search.search import CHECKPOINTING, evaluate, fits, search, search_space
 
