@@ -22,7 +22,7 @@ from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.memory_worker import measure
 from tests.distributed.ranks import run_module
 from tests.harness import write_config
-from tests.tiny import tiny_model_dir, tiny_tokenizer
+from tests.tiny import ARCHITECTURES, tiny_model_dir, tiny_tokenizer
 
 ALONE = {"data": {"packing": False, "max_length": 32}, "batch": {"global_samples": 8, "micro_batch": 4}}
 LOW, FULL = {"precision": "bf16"}, {"memory": {"activation_checkpointing": "full"}}
@@ -30,6 +30,13 @@ PURE = {"precision": {"kind": "bf16", "master": "bf16"}}
 SELECTIVE = {"memory": {"activation_checkpointing": "selective"}}
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
 PLAIN = {"algorithm": {"kind": "sft", "loss_chunk": 0}}
+
+
+def mixture(kind: str, **more: Any) -> dict[str, Any]:
+    """A mixture of ARCHITECTURES as wide as the model of these rows; `root`/model has its tokenizer."""
+    config = {**ARCHITECTURES[kind], **SMALL, "model_type": kind, "vocab_size": 320, "pad_token_id": 0, "bos_token_id": None, **more}
+    inner = {"moe_intermediate_size": 64} if "moe_intermediate_size" in config else {}
+    return {"model": {"id": None, "config": {**config, **inner, "eos_token_id": 2, "output_router_logits": False}}}
 
 
 class Row(NamedTuple):
@@ -74,6 +81,14 @@ ROWS: dict[str, Row] = {
     "single, 4bit, pure bf16, full": Row({"kind": "single"}, 1, PURE | FULL | {"adapter": {"kind": "lora", "quantize": "4bit"}}),
     "fsdp2, in backward": Row({"kind": "fsdp2"}, 2, {"optimizer": {"in_backward": True, "max_grad_norm": None}}, within=0.12),
     "ddp, on the host": Row({"kind": "ddp"}, 2, {"optimizer": {"offload": True}}),
+    "mixtral, ep": Row({"kind": "ddp", "ep": 2}, 2, mixture("mixtral"), within=0.08),
+    "qwen3_moe, ep": Row({"kind": "ddp", "ep": 2}, 2, mixture("qwen3_moe"), within=0.08),
+    "gpt_oss, ep": Row({"kind": "ddp", "ep": 2}, 2, mixture("gpt_oss"), within=0.08),
+    "deepseek_v3, ep": Row({"kind": "ddp", "ep": 2}, 2, mixture("deepseek_v3", num_key_value_heads=4), within=0.08),
+    "gpt_oss, fsdp2 x ep": Row(
+        {"kind": "fsdp2", "ep": 2}, 4, {**mixture("gpt_oss"), "batch": {"global_samples": 8, "micro_batch": 2}}, within=0.08
+    ),
+    "mixtral, ep, adamw_8bit": Row({"kind": "ddp", "ep": 2}, 2, {**mixture("mixtral"), "optimizer": {"kind": "adamw_8bit"}}, within=0.08),
     "zero1, bf16": Row({"kind": "zero1"}, 2, LOW),
     "zero2": Row({"kind": "zero2"}, 2),
     "zero2, lora, bf16, full": Row({"kind": "zero2"}, 2, LOW | FULL | {"adapter": "lora"}, within=0.15),
@@ -98,6 +113,8 @@ def planned(root: Path, number: int, model: Path, row: Row) -> Path:
     folder = root / str(number)
     folder.mkdir()
     sections = {**ALONE, **row.sections}
+    if "id" in sections.get("model", ()):
+        sections["model"] = {"tokenizer": str(model), **sections["model"]}
     request = Request(load(write_config(folder, model, strategy=row.strategy, **sections), []), world_size=row.ranks)
     return claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0]
 

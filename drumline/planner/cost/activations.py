@@ -24,7 +24,8 @@ PYTHON_GELU = {"NewGELUActivation", "GELUActivation", "FastGELUActivation", "Qui
 
 @dataclass(frozen=True)
 class Block:
-    """Widths of a block: `queries` and `keys` of all heads together, `feed` inside of its feed-forward part."""
+    """Widths of a block: `queries` and `keys` of all heads together, `feed` inside of its feed-forward part, or of all experts that a token
+    goes through. `choices`: those experts; 0 without."""
 
     hidden: int
     queries: int
@@ -40,6 +41,7 @@ class Block:
     trainable: bool  # its own weights are
     heads: int
     rms: bool
+    choices: int = 0
 
 
 @lru_cache(maxsize=256)
@@ -56,10 +58,13 @@ def block_of(facts: ModelFacts) -> Block:
     kv = max(0, sum(_sides(w)[1] for w in ahead) - out) // 2 if back else facts.hidden
     norms = [w for w in weights if len(w.shape) == 1 and w.owners[-1:] and "norm" in w.owners[-1].lower() and w.name.endswith("weight")]
     factors = [w for w in linear if "lora_A" in w.name]
-    cubes = [set(w.shape[1:]) - {facts.hidden} for w in weights if len(w.shape) == 3]
-    experts = [min(inner) for inner in cubes if inner]
+    # Of one expert: its inner width, or that of gate and up together.
+    experts = {w.numel // (w.shape[0] * facts.hidden) for w in weights if len(w.shape) == 3}
     chosen = facts.experts_per_token or EXPERTS
-    inner = (chosen * min(experts) if experts else _sides(feed[-1])[0] * (chosen if len(feed) > 4 else 1)) if feed else 4 * facts.hidden
+    if experts:
+        inner = chosen * min(experts) + max((_sides(w)[0] for w in feed if _sides(w)[1] == facts.hidden), default=0)  # those that all take
+    else:
+        inner = _sides(feed[-1])[0] * (chosen if len(feed) > 4 else 1) if feed else 4 * facts.hidden
     places = {_stem(w.name): "out" if _in_attention(w) else "down" if w is feed[-1] else "up" for w in base}
     places |= {_stem(w.name): "qkv" for w in ahead}
     return Block(
@@ -77,6 +82,7 @@ def block_of(facts: ModelFacts) -> Block:
         trainable=any(w.trainable for w in base),
         heads=facts.heads,
         rms=not norms or any("rms" in w.owners[-1].lower() for w in norms),
+        choices=chosen if experts else 0,
     )
 
 
@@ -269,7 +275,13 @@ def _saved(
     activation = 4 + (kind != "fp32") if not block.gated and facts.classes & PYTHON_GELU else 3 if block.gated else 1
     if between.compiled:
         activation = 2 if block.gated else 1
+    if block.choices:  # grouped products are not autocast's: they have the type of the weights
+        width = 4 if kind == "autocast" and block.trainable else width
+        activation += 3 * ("GptOssExperts" in facts.classes)  # its gate is cut off, scaled and shifted
+        # Rows in the order of their experts, what experts give, and the numbers of both orders.
+        inside += block.choices / tp * (2 * width * h + 24)
     inside += width * feed * (activation + (inputs["down"] and not between.compiled))
+    width = 4 if kind == "fp32" else 2
     if block.ranks:
         # DoRA keeps what the base layer gives, and what its factors do.
         total += width * (block.ranks + 2 * block.lengths)

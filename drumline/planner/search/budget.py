@@ -53,6 +53,7 @@ def within_budget(layout: L, facts: ModelFacts, cluster: Cluster, kinds: Sequenc
                     found.append(at(kind, blocks))
     if not found:
         bytes_, kind = min(least)
-        what = f"a step takes {bytes_ / 1e9:.1f} GB at least, with activation_checkpointing={kind}"
+        unit = 10 ** max(0, len(str(bytes_)) - 3)  # rounded up to three digits: with that much it goes
+        what = f"a step takes {-(-bytes_ // unit) * unit / 1e9:g} GB at least, with activation_checkpointing={kind}"
         raise PlanError(what, where="memory.budget_gb", fix="give more, or use a smaller micro-batch or memory.activation_offload=true")
     return min(found, key=lambda each: estimate(each, facts, cluster).seconds.total)
