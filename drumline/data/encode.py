@@ -14,7 +14,7 @@ import numpy as np
 
 from drumline.core.data import DataConfig
 from drumline.data.cache import TokenCache
-from drumline.data.files import as_json
+from drumline.data.files import as_json, image_path
 from drumline.data.sources import Row, holds_images
 from drumline.data.templates import Encoded, Encoder, Example, Messages, Policy, as_messages, truncate
 from drumline.errors import ConfigError, DataError
@@ -222,7 +222,7 @@ class LabelledImages:
     def encode(self, row: Row) -> Encoded | None:
         from drumline.models.vision import read_image  # with torch
 
-        path = str((row.folder / Path(row.values["image"]).expanduser()).absolute())
+        path = str((row.folder / Path(image_path(row.values["image"], row.origin)).expanduser()).absolute())
         read_image(path, row.origin)
         return Encoded([_unlearned([0])], {"label": label_of(row, self.labels), "origin": row.origin, "path": path})
 

@@ -4,11 +4,14 @@ in a format without lines. A `.txt` file has documents separated by blank lines.
 
 from __future__ import annotations
 
+import base64
 import csv
+import hashlib
+import io
 import json
 import random
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import IO, Any
 
@@ -178,12 +181,12 @@ def _excel(file: DataFile, source: FileSource) -> Iterator[Raw]:
 
 
 def _text(file: DataFile, source: FileSource) -> Iterator[Raw]:
-    """Documents separated by blank lines."""
+    """Documents separated by blank lines, with the line ends of this machine."""
     start, document = 0, ""
     for number, line in chain(_lines(file), [(0, "")]):
         if line.strip():
             start = start if document else number
-            document += line
+            document += line.replace("\r\n", "\n")
         elif document:
             yield f"{file.name}:{start}", {"text": document.strip("\n")}
             document = ""
@@ -241,6 +244,33 @@ def read_tasks(source: TasksSource, forms: Forms) -> Iterator[Raw]:
             else:
                 columns["completion"] = item["answer"]
             yield where, columns
+
+
+def image_path(image: Any, origin: str) -> str:
+    """The path of an image: as a row names it, or of a file in the cache folder with the bytes that the row holds (of a table's `{bytes,
+    path}`, a data URL or a picture that Pillow has read). Raises DataError for what is no image, and EnvironmentFault."""
+    if isinstance(image, Mapping):
+        image = next((image[key] for key in ("bytes", "url", "path") if image.get(key) is not None), image)
+    if isinstance(image, str) and image.startswith("data:"):
+        with judged("is no data URL of base64", origin, DataError):
+            image = base64.b64decode(image.partition(";base64,")[2], validate=True)
+    elif hasattr(image, "convert") and hasattr(image, "save"):
+        buffer = io.BytesIO()
+        image.save(buffer, format="png")
+        image = buffer.getvalue()
+    if isinstance(image, bytes):
+        path = cache_dir() / "images" / hashlib.sha256(image).hexdigest()
+        with disk_errors("cannot be written", str(path), EnvironmentFault, "set XDG_CACHE_HOME"):
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with whole_file(path, shared=True) as file:
+                    file.write(image)
+        return str(path)
+    if not isinstance(image, str):
+        raise DataError(f"an image is given as {type(image).__name__}, neither as a path nor as its bytes", where=origin)
+    if "://" in image:
+        raise DataError(f"an image is a URL, not a path: {image[:60]}", where=origin, fix="download it and name the file")
+    return image
 
 
 def as_json(value: Any) -> Any:

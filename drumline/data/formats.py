@@ -22,21 +22,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from drumline.core.data import PAIR_FORMS, TEXT_FORMS, Forms
-from drumline.data.turns import TURN, are_texts, messages_of, read_talk, transcribed
+from drumline.data.turns import TURN, are_texts, calls_of, messages_of, read_talk, rounds_of, transcribed
 from drumline.errors import DataError
 
 Values = Mapping[str, Any]
 Found = tuple[dict[str, Any], set[str]]  # columns under our names, and the names of those that they were made of
 
 SYSTEMS = ("system", "system_prompt", "system_message")
-PROMPTS = ("prompt", "instruction", "question", "query", "problem", "inputs", "input")
+PROMPTS = ("prompt", "instruction", "question", "query", "problem", "inputs", "input", "message_1", "document", "article", "dialogue")
 CONTEXTS = ("input", "context")  # what an instruction is about
-ANSWERS = ("completion", "output", "response", "answer", "solution", "targets", "target")
+# Solutions come before answers: where a row has both, the answer is the result alone.
+ANSWERS = (
+    "completion", "output", "response", "solution", "generated_solution", "answer", "demonstration", "targets", "target", "message_2",
+    "summary", "highlights", "code",
+)  # fmt: skip
 TEXTS = ("content", "document", "article", "passage", "sentence", "review", "code")
-TALKS = ("conversations", "conversation", "messages", "dialogue", "dialog")
+TALKS = ("conversations", "conversation", "messages", "dialogue", "dialog", "trajectory", "chat")
 SIDES = ("prompt", "completion", "chosen", "rejected")
 LISTS = ("completions", "responses", "answers", "candidates", "outputs")
-BEST_HIGH, BEST_LOW = ("scores", "score", "ratings", "rating", "rewards", "overall_score"), ("ranks", "rank", "ranking")
+BEST_HIGH, BEST_LOW = ("scores", "score", "ratings", "rating", "rewards", "overall_score", "pm_score"), ("ranks", "rank", "ranking")
 PAIRS = (
     ("chosen", "rejected"),
     ("chosen_response", "rejected_response"),
@@ -60,6 +64,7 @@ VERDICTS = (  # two answers, the column that names the better, what it says of e
     ("response_1", "response_2", "preference_strength", SIGN),
     ("response1", "response2", "overall_preference", SIGN),
     ("human_ref_A", "human_ref_B", "labels", ("1", "0")),
+    ("orig_response_A", "orig_response_B", "orig_preference", ("a", "b")),
     ("conversation_a", "conversation_b", "winner", ("a", "b")),
 )
 LABELS = {"true": True, "1": True, "yes": True, "good": True, "false": False, "0": False, "no": False, "bad": False}
@@ -89,9 +94,24 @@ class Tie(Exception):
 
 def shaped(values: dict[str, Any], known: Forms, wanted: str, origin: str) -> tuple[str, dict[str, Any]]:
     """(format, the row's columns under our names); the format is empty for a row that has one of the forms itself. `wanted`: a format, or
-    auto. Raises DataError for a row that is not of the `wanted` one, or that its format cannot be read from, and Tie."""
-    if wanted == "own":
-        return "", values
+    auto. Where no column fits, `Question` is as good as `question`. Raises DataError for a row that is not of the `wanted` one, or that its
+    format cannot be read from, and Tie."""
+    if wanted == "own" or (found := _shaped(values, known, wanted, origin)) is None:
+        lower = {str(name).lower(): name for name in values}
+        if wanted == "own" or lower.keys() == values.keys() or len(lower) < len(values):
+            found = None
+        elif found := _shaped(type(values)({name: values[old] for name, old in lower.items()}), known, wanted, origin):
+            ours = {"images", "tools", *(part for form in known for part in form)}
+            found = found[0], type(values)({name if name in ours else lower.get(name, name): value for name, value in found[1].items()})
+    if found is not None or wanted in ("own", "auto"):
+        return found or ("", values)
+    columns = ", ".join(values) or "none"
+    shape = " and ".join(SHAPES[_wants(known)].get(wanted, ()))
+    what = f"is no row of the format {wanted}{f', which has {shape}' if shape else ''}: its columns are {columns}"
+    raise DataError(what, where=origin, fix="leave `format` out, or map `columns`")
+
+
+def _shaped(values: dict[str, Any], known: Forms, wanted: str, origin: str) -> tuple[str, dict[str, Any]] | None:
     talks = {name: read_talk(name, values[name], origin) for name in (*SIDES, *TALKS) if name in values}
     # Of the row's own class: rows of a table are padded with null keys.
     plain = type(values)(values | {name: value for name, (_, value) in talks.items()})
@@ -105,17 +125,14 @@ def shaped(values: dict[str, Any], known: Forms, wanted: str, origin: str) -> tu
     if wanted == "auto" and own and (not systems or _wants(known) == "class"):
         return foreign, _labelled(plain, known)
     for name in FORMATS if wanted == "auto" else (wanted,):
-        # A text beside a question and an answer is the whole row; beside an instruction it is Alpaca's, written out for a model.
-        skip = wanted == "auto" and name == "answer" and "text" in there and not systems
-        if not skip and (found := FORMATS[name](there, _wants(known), origin)) is not None:
+        # A text beside a question and an answer is the whole row; beside an instruction it is Alpaca's, written out for a model. A passage
+        # beside a question is not the whole row.
+        whole = name == "answer" and "text" in there and not systems
+        partial = name == "document" and (_first(there, PROMPTS) or TEXTS[0]) not in TEXTS
+        if (wanted != "auto" or not (whole or partial)) and (found := FORMATS[name](there, _wants(known), origin)) is not None:
             made, used = found
             return name, _labelled(type(values)({key: value for key, value in plain.items() if key not in used} | made), known)
-    if wanted == "auto":
-        return foreign, plain
-    columns = ", ".join(values) or "none"
-    shape = " and ".join(SHAPES[_wants(known)].get(wanted, ()))
-    what = f"is no row of the format {wanted}{f', which has {shape}' if shape else ''}: its columns are {columns}"
-    raise DataError(what, where=origin, fix="leave `format` out, or map `columns`")
+    return (foreign, plain) if wanted == "auto" and any(set(form) <= plain.keys() for form in known) else None
 
 
 def _labelled(values: dict[str, Any], known: Forms) -> dict[str, Any]:
@@ -150,6 +167,7 @@ def nearest_format(values: Values, known: Forms) -> str:
         return ""
     lacks = [each for each in columns if each not in there]
     close = [f"`{match[0]}` may be {each}" for each in lacks if (match := difflib.get_close_matches(each, there, 1, 0.75))]
+    close += [] if lacks else [f"`{each}` is {type(values[each]).__name__}" for each in columns if not isinstance(values[each], str)]
     return f"; the nearest {name} has {' and '.join(columns)}" + (f": {', '.join(close)}" if close else "")
 
 
@@ -174,7 +192,7 @@ def _sides(there: Values) -> tuple[str, str] | None:
 def _system(there: Values) -> tuple[list[dict[str, Any]], set[str]]:
     """The system's message in a column of its own, and that column."""
     name = _first(there, SYSTEMS)
-    return ([], set()) if name is None else ([{"role": "system", "content": there[name]}], {name})
+    return ([], set()) if name is None else ([{"role": "system", "content": there[name].removeprefix("SYSTEM: ")}], {name})
 
 
 def _repeats(there: Values) -> bool:
@@ -237,6 +255,7 @@ def _alpaca(there: Values, wants: str, origin: str) -> Found | None:
 
 def _sharegpt(there: Values, wants: str, origin: str) -> Found | None:
     name = _first(there, TALKS, list) or next((each for each in ("data", "turns") if are_texts(there.get(each))), None)
+    name = name or ("texts" if rounds_of(there.get("texts")) else None)
     # Beside a prompt, or whole conversations, it is there for another algorithm.
     beside = {"pair": "prompt" in there or _is_whole(there.get("chosen")), "label": "completion" in there}.get(wants, False)
     if name is None or wants == "class" or beside:
@@ -328,14 +347,32 @@ def _headed(prompt: Any, there: Values) -> tuple[Any, set[str]]:
 
 
 def _answer(there: Values, wants: str, origin: str) -> Found | None:
-    talks = (name for name in ANSWERS if isinstance(there.get(name), list) and isinstance(there[name][0], Mapping))
-    prompt, answer = _first(there, PROMPTS, str | list), _first(there, ANSWERS) or next(talks, None)
+    prompt, (answer, reply) = _first(there, PROMPTS, str | list), _reply(there)
     if wants in ("pair", "class") or prompt is None or (answer is None and wants != "prompt"):
         return None
     context = None if prompt == "input" else _first(there, CONTEXTS)
     question = there[prompt] if context is None or not isinstance(there[prompt], str) else f"{there[prompt]}\n{there[context]}"
     question, used = _headed(question, there)
-    return _completed(question, there, used | {prompt, *([context] if context else [])}, wants, answer)
+    used |= {prompt, *([context] if context else [])}
+    return _completed(question, there if answer is None else {**there, answer: reply}, used, wants, answer)
+
+
+def _reply(there: Values) -> tuple[str | None, Any]:
+    """The column of the answer, and the answer: a text, messages, calls of tools, or the first of several texts that are as good."""
+    if (name := _first(there, ANSWERS)) is not None:
+        return name, there[name]
+    for name in (*ANSWERS, *LISTS):
+        value = there.get(name)
+        if "tools" in there and (calls := calls_of(value)):
+            return name, [{"role": "assistant", "content": "", "tool_calls": calls}]
+        texts = value.get("text") if isinstance(value, Mapping) else value
+        if not isinstance(texts, list) or not texts:
+            continue
+        if isinstance(texts[0], Mapping) and name in ANSWERS:
+            return name, texts
+        if isinstance(texts[0], str) and _first(there, (*BEST_HIGH, *BEST_LOW), list) is None:
+            return name, texts[0]
+    return None, None
 
 
 def _transcript(there: Values, wants: str, origin: str) -> Found | None:

@@ -1,8 +1,9 @@
 """Rows of a vision-language model: the places of images in a conversation, their tokens, and batches with their patches. And batches of an
 image classifier.
 
-A row names its images by path, relative to the folder of its data file: in the content of a message (`{"type": "image", "image": PATH}`),
-or in a column `images`, for places marked by `{"type": "image"}` alone, or by `<image>` in a text. A sample's meta is
+A row names its images by path, relative to the folder of its data file, or holds their bytes (`files.image_path`): in the content of a
+message (`{"type": "image", "image": PATH}`), or in a column `images`, for places marked by `{"type": "image"}` alone, or by `<image>` in a
+text; without any such place they stand before the first question. A sample's meta is
 `{"images": [absolute paths], "grid": [[t, h, w], …]}`, in order; pixels are read for each batch.
 
 B rows, T tokens, N images, P patches of all of them, D numbers of a patch, C channels, H × W pixels.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,8 +24,9 @@ import torch
 from drumline.core.data import DataConfig
 from drumline.data.batches import FILLER_WIDTH, Batch, TokenBatch, collate, labels_of
 from drumline.data.cache import TokenCache
+from drumline.data.files import image_path
 from drumline.data.sources import Row, is_image
-from drumline.data.templates import Encoded, Encoder, Example, Messages, as_messages, truncate
+from drumline.data.templates import Encoded, Encoder, Example, as_messages, truncate
 from drumline.errors import DataError
 from drumline.models.vision import Grid, Vision, pixels, read_image
 
@@ -102,7 +105,8 @@ def place_images(row: Row) -> tuple[Row, list[str]]:
         named = next((part[key] for key in ("image", "path", "url", "image_url") if part.get(key) is not None), None)
         if named is None and not waiting:
             raise DataError("there are more places for images than images", where=row.origin, fix="name each in the column `images`")
-        paths.append(_path(waiting.pop(0) if named is None and waiting else named, row))
+        path = image_path(waiting.pop(0) if named is None and waiting else named, row.origin)
+        paths.append(str((row.folder / path).absolute()))
         return {"type": "image"}
 
     def content(value: Any) -> Any:
@@ -116,25 +120,24 @@ def place_images(row: Row) -> tuple[Row, list[str]]:
             return parts
         return [image(part) if is_image(part) else part for part in value]
 
-    def messages(value: Any, role: str) -> Messages:
-        turns = as_messages(value, role)
-        return [{**message, "content": content(message["content"])} if "content" in message else message for message in turns]
-
     roles = {"messages": "user", "prompt": "user", "completion": "assistant"}
-    values = {key: messages(value, roles[key]) if key in roles else value for key, value in row.values.items()}
+    talks = {key: as_messages(value, roles[key]) for key, value in row.values.items() if key in roles}
+    turns = [(key, number, turn) for key, talk in talks.items() for number, turn in enumerate(talk)]
+    if waiting and not any(_has_place(turn.get("content")) for _, _, turn in turns):
+        questions = ((key, n, turn) for key, n, turn in turns if turn["role"] == "user" and isinstance(turn.get("content"), str))
+        for key, number, turn in islice(questions, 1):
+            talks[key] = [*talks[key][:number], {**turn, "content": PLACE * len(waiting) + turn["content"]}, *talks[key][number + 1 :]]
+    values = row.values | {
+        key: [{**turn, "content": content(turn["content"])} if "content" in turn else turn for turn in talk] for key, talk in talks.items()
+    }
     if waiting:
         fix = f'say where: {{"type": "image"}} in a content, or {PLACE} in a text'
         raise DataError(f"{len(waiting)} more images than places for them", where=row.origin, fix=fix)
     return (replace(row, values=values) if paths else row), paths
 
 
-def _path(named: Any, row: Row) -> str:
-    if not isinstance(named, str):
-        fix = "store images as files and name their paths"
-        raise DataError(f"an image is given as {type(named).__name__}, not as a path", where=row.origin, fix=fix)
-    if named.startswith("data:") or "://" in named:
-        raise DataError(f"an image is a URL, not a path: {named[:60]}", where=row.origin, fix="download it and name the file")
-    return str((row.folder / named).absolute())
+def _has_place(content: Any) -> bool:
+    return PLACE in content if isinstance(content, str) else any(map(is_image, content or []))
 
 
 def join_metas(metas: Sequence[bytes], rows: Sequence[int], packs: Iterable[Sequence[int]]) -> list[bytes]:

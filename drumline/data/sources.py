@@ -150,6 +150,8 @@ def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: in
         raise DataError(what, where=origin, fix="map them with `columns`" + nearest_format(values, known))
     if not mapped <= set(forms[0]):
         raise DataError(f"`columns` maps parts of different kinds of rows: {', '.join(sorted(mapped))}", where=origin, fix="keep one kind")
+    if "image" not in forms[0] and forms[0] != ("text",) and columns.images is None and "images" not in values:
+        names["images"] = "image"
     result: dict[str, Any] = {}
     for part in forms[0]:
         name = names[part]
@@ -170,6 +172,8 @@ def _checked(part: str, name: str, value: Any, origin: str, number: int, padded:
     if part == "label":
         if not isinstance(value, str | int):
             raise DataError(f"row {number}: column {name!r} is {type(value).__name__}, not the name or number of a class", where=origin)
+        return value
+    if part == "image" and value is not None and not isinstance(value, str):
         return value
     if isinstance(value, str) and part != "messages":
         try:
@@ -220,7 +224,7 @@ def _without_absent(message: dict[str, Any], padded: bool) -> dict[str, Any]:
 
 def is_image(part: dict[str, Any]) -> bool:
     """Whether a part of a content is an image (image_url in OpenAI's format)."""
-    return part.get("type") in ("image", "image_url")
+    return part.get("type", "image" if part.get("image") is not None else None) in ("image", "image_url")
 
 
 def holds_images(row: Row) -> bool:

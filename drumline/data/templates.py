@@ -90,6 +90,7 @@ class Encoder:
         self.marks_turns = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
         self.special = special_ids(tokenizer)
         self.reasoning = data.reasoning
+        self.knows_developers = "developer" in text
         self.reasoning_keys = [key for key in REASONING if re.search(rf"[.'\"]{key}\b", text)]
 
     def encode(self, row: Row) -> Example:
@@ -201,9 +202,9 @@ class Encoder:
 
     def _reasoned(self, message: dict[str, Any], index: int, row: Row) -> dict[str, Any]:
         """The message with its reasoning as `data.reasoning` and the template want it: left out, or in its content unless the template
-        renders its key."""
+        renders its key. OpenAI's developer is a system where the template does not know that role."""
         if message["role"] != "assistant":
-            return message
+            return {**message, "role": "system"} if message["role"] == "developer" and not self.knows_developers else message
         content = message.get("content")
         keys = [key for key in REASONING if isinstance(message.get(key), str)]
         if self.reasoning == "drop":

@@ -11,11 +11,13 @@ from drumline.errors import DataError
 
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "bot": "assistant", "model": "assistant",
-    "chatgpt": "assistant", "system": "system", "function": "tool", "observation": "tool", "tool": "tool", "function_response": "tool",
+    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "ai": "assistant", "prompter": "user", "system": "system",
+    "function": "tool", "observation": "tool", "tool": "tool", "function_response": "tool", "function response": "tool",
     "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
 CALLS = ("function_call", "tool_call")
 TURN = re.compile(r"\n\n(Human|Assistant):[ ]?")
+CHAT = re.compile(r"(?:\A|\n\s*\n)(USER|ASSISTANT|FUNCTION RESPONSE):[ ]?")  # of calls in plain text
 PROMPT = re.compile(r"\n\nHuman:.*\n\nAssistant:\s*", re.DOTALL)  # a prompt that is a transcript
 ROUNDS = (("input", "output"), ("user", "assistant"), ("human", "assistant"), ("prompt", "response"), ("question", "answer"))
 
@@ -26,6 +28,8 @@ def read_talk(name: str, value: Any, origin: str) -> tuple[str, Any]:
     if isinstance(value, str):
         if name == "prompt" and PROMPT.fullmatch(value):
             return "transcript", transcribed(value)[:-1]
+        if name == "chat" and CHAT.match(value):
+            return "transcript", transcribed(value, CHAT)
         if not value.lstrip().startswith(("[{", "{")):
             return "", value
         try:
@@ -35,8 +39,12 @@ def read_talk(name: str, value: Any, origin: str) -> tuple[str, Any]:
     turns = [found] if isinstance(found, Mapping) else found
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) and {"from", "role"} & turn.keys() for turn in turns):
         return "", value
-    ours = all(turn.get("from") is None and turn.get("function_call") is None and _role(turn) == turn.get("role") for turn in turns)
-    return ("", turns) if ours else ("sharegpt", [_message(turn, origin) for turn in turns])
+    return ("", turns) if all(map(_is_ours, turns)) else ("sharegpt", [_message(turn, origin) for turn in turns])
+
+
+def _is_ours(turn: Mapping[str, Any]) -> bool:
+    named = turn.get("from") is None and turn.get("function_call") is None and _role(turn) == turn.get("role")
+    return named and ("content" in turn or not {"text", "value"} & turn.keys())
 
 
 def _role(turn: Mapping[str, Any]) -> Any:
@@ -44,10 +52,10 @@ def _role(turn: Mapping[str, Any]) -> Any:
     return ROLES.get(role, role) if isinstance(role, str) else role
 
 
-def transcribed(text: str) -> list[dict[str, Any]]:
-    _, *parts = TURN.split(text)
-    roles = {"Human": "user", "Assistant": "assistant"}
-    return [{"role": roles[who], "content": content.strip()} for who, content in zip(parts[::2], parts[1::2], strict=True)]
+def transcribed(text: str, turn: re.Pattern[str] = TURN) -> list[dict[str, Any]]:
+    _, *parts = turn.split(text)
+    texts = [content.strip().removesuffix("<|endoftext|>").rstrip() for content in parts[1::2]]
+    return [{"role": ROLES[who.lower()], "content": content} for who, content in zip(parts[::2], texts, strict=True)]
 
 
 def are_texts(value: Any) -> bool:
@@ -56,14 +64,32 @@ def are_texts(value: Any) -> bool:
 
 def messages_of(turns: list[Any], origin: str) -> list[dict[str, Any]]:
     """Messages of turns, of rounds with a question and its answer, or of texts in turn."""
-    if are_texts(turns):
+    if all(isinstance(each, str) for each in turns):
         return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(turns)]
-    rounds = next((keys for keys in ROUNDS if isinstance(turns[0], Mapping) and set(keys) <= turns[0].keys()), None)
-    if rounds is None:
+    if (rounds := rounds_of(turns)) is None:
         return [_message(turn, origin) for turn in turns]
     if not all(isinstance(turn, Mapping) and all(isinstance(turn.get(key), str) for key in rounds) for turn in turns):
         raise DataError(f"a round of the conversation has no text under {' or '.join(rounds)}", where=origin)
     return [{"role": role, "content": turn[key]} for turn in turns for role, key in zip(("user", "assistant"), rounds, strict=True)]
+
+
+def rounds_of(value: Any) -> tuple[str, str] | None:
+    """The keys of a list of rounds."""
+    first = value[0] if isinstance(value, list) and value else None
+    return next((keys for keys in ROUNDS if isinstance(first, Mapping) and set(keys) <= first.keys()), None)
+
+
+def calls_of(value: Any) -> list[dict[str, Any]] | None:
+    """Messages' `tool_calls` of {name, arguments}, of a list of them, or of either as JSON; None for anything else."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    calls = value if isinstance(value, list) else [value]
+    if not calls or not all(isinstance(call, Mapping) and "name" in call for call in calls):
+        return None
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _message(turn: Any, origin: str) -> dict[str, Any]:
@@ -71,6 +97,9 @@ def _message(turn: Any, origin: str) -> dict[str, Any]:
         raise DataError("a turn of the conversation has neither `from` nor `role`", where=origin)
     if turn.get("from") is None:
         message = {**turn, "role": _role(turn)}
+        for name in ("value", "text"):
+            if "content" not in message and name in message:
+                message["content"] = message.pop(name)
         if (call := message.pop("function_call", None)) is not None:  # OpenAI's older name
             message["tool_calls"] = [{"type": "function", "function": call}]
         return message
@@ -82,9 +111,6 @@ def _message(turn: Any, origin: str) -> dict[str, Any]:
     rest = {key: value for key, value in turn.items() if key not in ("from", "value", "content") and value is not None}
     if role not in CALLS:
         return {"role": ROLES[role], "content": text, **rest}
-    try:
-        calls = json.loads(text)
-    except (ValueError, RecursionError):
-        raise DataError(f"a turn from {role} is no JSON of a call", where=origin, fix="give {name, arguments}, or a list of them") from None
-    calls = calls if isinstance(calls, list) else [calls]
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call} for call in calls], **rest}
+    if (calls := calls_of(text)) is None:
+        raise DataError(f"a turn from {role} is no JSON of a call", where=origin, fix="give {name, arguments}, or a list of them")
+    return {"role": "assistant", "content": "", "tool_calls": calls, **rest}

@@ -114,7 +114,7 @@ def test_numbers_are_classes_in_order(tmp_path: Path, model: Path) -> None:
 
 def test_images_need_no_tokenizer(tmp_path: Path, model: Path) -> None:
     pytest.importorskip("PIL", reason="needs pillow")
-    rows = [{"image": "red.png", "label": label} for label in ("a", "b")]
+    rows = [{"image": image, "label": label} for label, image in (("a", {"bytes": None, "path": "red.png"}), ("b", "red.png"))]
     plan = planned(tmp_path, model, rows, **images(tmp_path))
     assert plan.data is not None
     batch = plan.config.algorithm.collator(plan, None)(TokenCache.open(plan.data.train_cache))([0, -1])

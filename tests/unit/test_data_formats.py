@@ -283,7 +283,7 @@ def test_other_columns_stay_for_rewards(tmp_path: Path) -> None:
             {},
             "jsonl:1: a turn is from 'ghost' — turns are from human",
         ),
-        ({"conversations": ["x"]}, TEXT_FORMS, {}, "a turn of the conversation has neither `from` nor `role`"),
+        ({"conversations": [3]}, TEXT_FORMS, {}, "a turn of the conversation has neither `from` nor `role`"),
         ({"conversations": [{"from": "gpt"}]}, TEXT_FORMS, {}, "a turn from gpt has no text under `value`"),
         ({"conversations": [{"from": "function_call", "value": "no"}]}, TEXT_FORMS, {}, "is no JSON of a call"),
         ({"instruction": "i", "output": "o", "history": ["x"]}, TEXT_FORMS, {}, "`history` holds what is no pair"),

@@ -83,7 +83,7 @@ def test_json_array_and_json_lines(tmp_path: Path) -> None:
 
 
 def test_text_documents_are_parted_by_blank_lines(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("\none\ntwo\n\n \n\nthree\n")
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf\none\r\ntwo\n\r\n \n\nthree\n")
     assert rows(tmp_path, kind="file", path="a.txt") == [Row("a.txt:2", {"text": "one\ntwo"}), Row("a.txt:7", {"text": "three"})]
 
 

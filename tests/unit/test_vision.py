@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,10 @@ from transformers import AutoImageProcessor
 
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.core.config import Config
-from drumline.core.data import DataConfig
+from drumline.core.data import DataConfig, FileSource
 from drumline.core.model import ModelConfig
 from drumline.data.cache import TokenCache
+from drumline.data.files import image_path
 from drumline.data.images import VisionBatch, collate_vision, expand, place_images, rope_positions
 from drumline.data.images import cut as cut_images
 from drumline.data.prepare import prepare
@@ -219,11 +222,40 @@ def test_ways_to_say_where_an_image_stands(tmp_path: Path) -> None:
     assert placed(tmp_path, messages=[{"role": "user", "content": "a tag: <image>"}]) == (["a tag: <image>"], [])
 
 
+def test_images_that_rows_hold(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tables of the hub have them: bytes or a data URL, under `image` or `images`, with a place in the text or before the question."""
+    from datasets import Dataset
+    from PIL import Image
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = (folder / write_images(folder, 1, seed=7)[0]).read_bytes()
+    url, held = f"data:image/png;base64,{base64.b64encode(data).decode()}", {"bytes": data, "path": None}
+    text, padded = {"type": "text", "text": "what?"}, {"text": None, "type": "image", "index": 0}
+    user = {"role": "user", "content": [{"text": "what?", "type": "text", "index": None}, padded]}
+    answer = {"role": "assistant", "content": [{"text": "RED", "type": "text", "index": None}]}
+    for row, content in (
+        ({"messages": [user, answer], "images": [held]}, [text, IMAGE]),
+        ({"image": held, "question": "what?", "answer": "RED"}, [IMAGE, text]),
+        ({"images": [held], "texts": [{"user": "what?", "assistant": "RED", "source": "s"}]}, [IMAGE, text]),
+        ({"image": url, "conversations": [{"from": "human", "value": "<image>what?"}, {"from": "gpt", "value": "RED"}]}, [IMAGE, text]),
+        ({"messages": [{"role": "user", "content": [text, {"type": "image_url", "image_url": {"url": url}}]}]}, [text, IMAGE]),
+    ):
+        Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
+        (found,) = read_rows(FileSource(path="rows.parquet"), tmp_path)
+        shown, (path,) = place_images(found)
+        turns = shown.values.get("messages") or shown.values["prompt"]
+        assert turns[0]["content"] == content and Path(path).read_bytes() == data
+    assert len(list((tmp_path / "cache" / "drumline" / "images").iterdir())) == 1, "the same bytes are one file"
+    loaded = Path(image_path(Image.open(io.BytesIO(data)), "hub/x row 1"))
+    assert Image.open(loaded).tobytes() == Image.open(io.BytesIO(data)).tobytes()
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"messages": [{"role": "user", "content": [{**IMAGE, "image": "https://x.org/a.png"}]}]}, "a URL, not a path"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "given as dict, not as a path"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"a": 1}}]}]}, "given as dict, neither as a path"),
+        ({"prompt": "x", "completion": "x", "image": "data:image/png;base64,!"}, "is no data URL of base64"),
         ({"messages": [{"role": "user", "content": "<image>"}], "images": ["a.png", "b.png"]}, "1 more images than places"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "more places for images than images"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, r"content\[0\] is video, neither text nor an image"),
