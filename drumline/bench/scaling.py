@@ -134,7 +134,8 @@ def bench(config: Path, overrides: list[str], options: Options) -> int:
                 given = [*overrides, *spelling[row.case.strategy], *short, *hosts.get(row.case.nodes or 0, [])]
                 code = _measure(row, read_config, given, folder / f"{row.case.name}-round{number + 1}", on_progress)
             on_progress(f"round {number + 1}", len(rows), len(rows))
-    predictions = [_predict(config, overrides, cluster, samples / least if options.weak else 0) for cluster in options.predict]
+    clusters = () if code else options.predict
+    predictions = [_predict(config, overrides, cluster, samples / least if options.weak else 0) for cluster in clusters]
     _show(config, rows, predictions, options, folder, loads, console)
     return NOTHING_LOST if code else int(not any(row.rounds for row in rows))
 
@@ -309,9 +310,10 @@ def _show(
     tables = [("", _table(rows))]
     lines = [f"{row.strategy or row.case.strategy or 'config'} on {row.case.world}: {row.reason}" for row in rows if row.reason]
     lines.append(
-        f"Medians over rounds ({options.rounds}) of {options.steps} steps, each case once a round (least–most); speed-up and eff. against"
-        " the same strategy on the fewest processes, round by round; comm.: share of a step that ranks wait for one another; predicted:"
-        f" samples/s, the range that the planner gives. Load before each round: {', '.join(f'{each:.1f}' for each in loads)}."
+        f"Medians over rounds ({max((len(row.rounds) for row in rows), default=0)}) of {options.steps} steps, each case once a round"
+        " (least–most); speed-up and eff. against the same strategy on the fewest processes, round by round; comm.: share of a step that"
+        " ranks wait for one another (–: no clock, as under FSDP2); predicted: samples/s, the range that the planner gives. Load before"
+        f" each round: {', '.join(f'{each:.1f}' for each in loads)}."
     )
     if predictions:
         tables.append(("Predicted, not measured", _predicted_table(predictions)))
@@ -329,11 +331,11 @@ def _show(
         "predicted": [asdict(each) for each in predictions],
     }
     write_whole(folder / MARK, json.dumps(as_json, indent=1) + "\n")
-    written = write_pages(folder, "bench", title, tables, lines, lambda figure: _draw(figure, rows))
+    written = write_pages(folder, "bench", title, tables, lines, lambda figure: _draw(figure, rows, title))
     console.print(f"written to {folder}: {written}, {MARK}", markup=False, soft_wrap=True)
 
 
-def _draw(figure: Any, rows: Sequence[Row]) -> None:
+def _draw(figure: Any, rows: Sequence[Row], title: str) -> None:
     """Speed-up over processes, a line a strategy, with the ends of the rounds, and what would be ideal."""
     axes = figure.subplots()
     done = [row for row in rows if row.rounds]
@@ -345,6 +347,7 @@ def _draw(figure: Any, rows: Sequence[Row]) -> None:
         axes.errorbar(worlds, middle, yerr=ends, marker="o", capsize=3, label=mine[0].strategy or strategy)
     worlds = sorted({row.case.world for row in done})
     axes.plot(worlds, [world / worlds[0] for world in worlds] if worlds else [], "--", color="grey", label="ideal")
+    axes.set_title(title, loc="left", fontsize="medium")
     axes.set_xlabel("processes")
     axes.set_ylabel("speed-up")
     axes.set_xticks(worlds)

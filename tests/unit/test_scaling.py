@@ -11,9 +11,12 @@ from rich.console import Console
 
 from drumline.bench.pages import claim, markdown
 from drumline.bench.scaling import WARM, Case, Options, Prediction, Round, Row, _base, _round, _show, bench
+from drumline.core.load import Request
+from drumline.core.signals import NOTHING_LOST
 from drumline.errors import UserError
-from drumline.telemetry.events import Measured, Step
+from drumline.telemetry.events import EventLog, Measured, Step
 from tests.harness import write_config
+from tests.tiny import tiny_model_dir
 
 
 def step(number: int, **values: Any) -> Step:
@@ -55,6 +58,26 @@ def test_speed_up_is_of_the_same_round(tmp_path: Path, capsys: pytest.CaptureFix
     assert "<script>alert" not in page and "&lt;script&gt;" in page and "http" not in page
     assert json.loads((tmp_path / "bench.json").read_text())["rows"][1]["rounds"][0]["samples_per_s"] == 18
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_under_weak_scaling_the_batch_grows_and_after_a_signal_nothing_more_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, ran = write_config(tmp_path, tiny_model_dir(tmp_path / "model")), list[tuple[int, int]]()
+
+    def launch(request: Request, display: bool, change: Any) -> tuple[Path, int]:
+        values, ranks = request.loaded.config, int(request.loaded.config.launch.model_dump()["nproc"])
+        assert values.batch.global_samples is not None and not display
+        ran.append((ranks, values.batch.global_samples))
+        log = EventLog(Path(values.run.dir) / "events.jsonl")
+        for number in range(1, WARM + 3):
+            log.emit(step(number, samples_per_s=10.0 * ranks))
+        return Path(values.run.dir), NOTHING_LOST if len(ran) == 3 else 0
+
+    monkeypatch.setattr("drumline.train.command.launch_ranks", launch)
+    options = Options((1, 2), rounds=2, weak=True, predict=("2x8xh100-80g",), to=tmp_path / "out")
+    assert bench(config, [], options) == NOTHING_LOST and ran == [(1, 4), (2, 8), (1, 4)]
+    made, page = json.loads((tmp_path / "out" / "bench.json").read_text()), (tmp_path / "out" / "bench.md").read_text()
+    assert [len(row["rounds"]) for row in made["rows"]] == [1, 1] and made["predicted"] == [] and made["options"]["weak"]
+    assert "weak scaling, the batch grows with n" in page and "| 2 | 20 | 1 | 2 | 100% |" in page and "over rounds (1)" in page
 
 
 def test_cells_stay_cells() -> None:
