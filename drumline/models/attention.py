@@ -27,6 +27,7 @@ from drumline.core.attention import Kernel, by_documents, choose, name_of
 from drumline.core.plan import Layout
 from drumline.foreign import first_line
 from drumline.models.blocks import needs_mask
+from drumline.models.classes import of_layers
 from drumline.models.sequence import SequencePart
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def attend_by_documents(model: Any, layout: Layout) -> None:
 
     text = model.config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
-    size = getattr(text, "head_dim", None) or (getattr(text, "hidden_size", 0) // heads if heads else 0)
+    size = max(size or 0 for size in of_layers(text, "head_dim")) or (getattr(text, "hidden_size", 0) // heads if heads else 0)
     (caps, drops), before = caps_and_drops(text), model.config._attn_implementation
     kernel, _ = choose(layout, size, caps, drops or (before == "eager" and not caps), needs_mask(model))
     if kernel == "masked":

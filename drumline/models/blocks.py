@@ -240,7 +240,8 @@ def whole_stream(model: Any) -> str:
     for block in blocks_in_a_row(model).values():
         if any(modules[name] is block for name in inside):
             return "the layers of its blocks are in no modules of their own"
-        within = {id(module) for name in (*inside, *plan) for module in modules[name].modules()} if inside else set()
+        cut = [modules[name] for name in (*inside, *plan) if name in modules]  # a plan may name single parameters
+        within = {id(module) for layer in cut for module in layer.modules()} if inside else set()
         for module in block.modules():
             mixes = any(p is not None and p.ndim > 1 for p in module._parameters.values()) and "Router" not in type(module).__name__
             if id(module) not in within and mixes:

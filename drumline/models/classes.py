@@ -35,6 +35,13 @@ def is_vision_language(config: Any) -> bool:
     return config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and getattr(config, "vision_config", None) is not None
 
 
+def of_layers(config: Any, key: str) -> list[Any]:
+    """A config's value of a key; where its layers differ in it, which transformers does not let one read of the whole, each layer's."""
+    if key in (getattr(config, "per_layer_attributes", None) or ()):
+        return [getattr(layer, key, None) for layer in config.per_layer_config]
+    return [getattr(config, key, None)]
+
+
 def with_classes(config: Any, head: Head, labels: tuple[str, ...]) -> Any:
     """The config, with the number and names of the head's logits set; a score is one logit without a name."""
     # By this key of transformers `ends_in_classes` recognises a built model.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -30,7 +31,7 @@ from drumline.models.blocks import (
     whole_sequences,
     whole_stream,
 )
-from drumline.models.classes import LM, auto_class, bidirectional, is_encoder, is_vision_language
+from drumline.models.classes import LM, auto_class, bidirectional, is_encoder, is_vision_language, of_layers
 from drumline.models.files import check_counts, check_folder, from_hub, hub_options
 from drumline.models.freeze import freeze
 from drumline.models.router import trains_router
@@ -83,8 +84,8 @@ def _lay_over(config: Any, values: dict[str, Any]) -> Any:
     if not values:
         return config
     _require_known(config, values)
-    width, heads, size = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads", "head_dim"))
-    followed = bool(width and heads and size == width // heads)
+    width, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
+    followed = bool(width and heads and of_layers(config, "head_dim") == [width // heads])
 
     with judged(*_NOT_TAKEN):
         for key, value in values.items():
@@ -102,7 +103,7 @@ def _lay_over(config: Any, values: dict[str, Any]) -> Any:
 def _require_known(config: Any, values: dict[str, Any]) -> None:
     """Raises ModelError for an unknown key. transformers takes any key silently, so a typing error would train another model."""
     for key in values:
-        if not hasattr(config, key) and key not in UNDECLARED.get(config.model_type, ()):
+        if of_layers(config, key) == [None] and not hasattr(config, key) and key not in UNDECLARED.get(config.model_type, ()):
             guess = nearest(key, [name for name in config.to_dict() if not name.startswith("_")])
             fix = f"did you mean {guess}?" if guess else "see the model's config.json for its keys"
             raise ModelError(f"the config of {config.model_type} has no key {key!r}", where=f"model.config.{key}", fix=fix)
@@ -141,6 +142,11 @@ def on_meta(config: Any, head: Head = "lm", path: str = "model.config", source: 
         with torch.device("meta"):
             make = auto_class(config, head).from_config
             model: Any = from_hub(path, source or ModelConfig(), lambda: make(config, trust_remote_code=remote, **options))
+        for tensor in model.state_dict(keep_vars=True).values():
+            if not tensor.is_meta:  # its class makes it by what takes no notice of the device, such as torch.normal
+                there = torch.empty_like(tensor, device="meta")
+                weight = isinstance(tensor, torch.nn.Parameter)
+                torch.utils.swap_tensors(tensor, torch.nn.Parameter(there, tensor.requires_grad) if weight else there)
         return with_head(model, head)
 
 
@@ -160,7 +166,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
     output_head = model.get_output_embeddings()
     tied = output_head is not None and whole_layer(output_head).weight is embedding
     layers, hidden, heads = int(text.num_hidden_layers), int(text.hidden_size), int(text.num_attention_heads)
-    width = heads * int(getattr(text, "head_dim", None) or hidden // heads)
+    width = heads * max(int(size or hidden // heads) for size in of_layers(text, "head_dim"))
     tower = {id(p) for p in vision_tower(model).parameters()} if head in LM and is_vision_language(config) else set()
     at_end = {id(p): p for module in (output_head, score_head(model)) if module is not None for p in module.parameters()}.values()
     ahead = head == "text" and is_bidirectional(model)
@@ -183,7 +189,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        kv_heads=math.gcd(*(int(number or heads) for number in of_layers(text, "num_key_value_heads"))),
         head_dim=width // heads,
         embedding_parameters=outside - sum(p.numel() for p in at_end if p is not embedding),
         head_parameters=sum(p.numel() for p in at_end),

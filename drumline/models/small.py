@@ -12,7 +12,7 @@ import torch
 
 from drumline.dist.seeds import drawing
 from drumline.models.blocks import blocks
-from drumline.models.classes import is_vision_language
+from drumline.models.classes import is_vision_language, of_layers
 
 T = TypeVar("T")
 VOCABULARY, WIDTH = 128, 64
@@ -110,8 +110,8 @@ def _cut(config: Any, layers: int, narrow: bool) -> Any:
         if (getattr(text, "pad_token_id", None) or 0) >= text.vocab_size:
             text.pad_token_id = None
         for key in LAYERED:
-            if isinstance(getattr(text, key, None), int):
-                setattr(text, key, min(getattr(text, key), WIDTH))
+            if isinstance((sizes := of_layers(text, key))[0], int) and len(sizes) == 1:
+                setattr(text, key, min(sizes[0], WIDTH))
     return config
 
 

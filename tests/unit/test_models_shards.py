@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from drumline.core.model import ModelConfig
 from drumline.models.build import build_model, lay_out
+from drumline.models.load import facts, load_config
 from drumline.models.shards import Drawn, FromFiles, Loaded, Values
 from drumline.models.small import small_copy
 from tests.tiny import tiny_model_dir
@@ -29,15 +30,19 @@ MORE: dict[str, dict[str, Any]] = {
         "word_embed_proj_dim": 32,
     },
     "gemma3_text": LLAMA | {"head_dim": 8},
+    # The last layer has heads of another size.
+    "gemma4_text": LLAMA | {"head_dim": 8, "per_layer_config": {"1": {"head_dim": 16}}, "vocab_size_per_layer_input": 64},
+    "diffllama": LLAMA,  # some weights are drawn by a function that takes no notice of the device
 }
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "bloom", *MORE])
 def test_filled_as_transformers_loads_it(tmp_path: Path, kind: str) -> None:
-    """Old names in the files (gpt_neox), tied weights, several files, buffers that no file holds."""
+    """Old names in the files (gpt_neox), tied weights, several files, buffers that no file holds. Its sizes are known, too."""
     from transformers import AutoModelForCausalLM
 
     config = {"model_type": kind, **(KINDS | MORE)[kind]}
+    assert facts(load_config(None, ModelConfig(id=None, config=config)), 8).head_dim in (8, 16)
     drawn, source = lay_out(None, ModelConfig(id=None, config=config), seed=3)
     assert isinstance(source, Drawn) and all(p.is_meta for p in drawn.parameters())
     Values(source, "cpu", 0).fill(drawn)
