@@ -6,14 +6,16 @@ Each contender is a fresh process on one device. One long document is cut into r
 is plainly causal everywhere and all three do the same work; `--packed` takes many documents, each attending to itself alone; with
 `--padded` they are of uneven length, and the peers do not pack them: a step has as many, padded to its longest.
 A shape is that of Llama 3.2 1B or 3.1 8B with random weights and a tokenizer made here, so it needs no download. Reported for each:
-median tokens/s (padding is none) of the steps after the first two, seconds from process start to the end of the first step, peak memory
-(the largest process on a CPU, the allocator's peak on a GPU), and MFU where the device's peak is known. Ratios are taken round by round
-and the median is given. A row is printed and --out written after each run; no contender saves its weights. Exit code 1 where one failed.
+median tokens/s (padding is none) of the steps after the first two, processor seconds of such a step (all threads of the process that
+trains), seconds from process start to the end of the first step, peak memory (the largest process on a CPU, the allocator's peak on a
+GPU), and MFU where the device's peak is known. Ratios are taken round by round and the median is given. A row is printed and --out
+written after each run; no contender saves its weights. Exit code 1 where one failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -105,11 +107,11 @@ def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def _line(round_: int, name: str, row: dict[str, Any]) -> str:
-    """A row of the table: `round 0  drumline    1,234 tokens/s  first step 12.3 s  peak 1.20 GiB  last loss 8.123`."""
+    """A row of the table: `round 0  drumline    1,234 tokens/s  5.71 core s a step  first step 12.3 s  peak 1.20 GiB  last loss 8.123`."""
     if "failed" in row:
         return f"round {round_}  {name:9} failed: {row['failed'].strip().splitlines()[-1][:120]}"
-    figures = f"first step {row['first_step_s']:.1f} s  peak {row['peak_bytes'] / 2**30:.2f} GiB  last loss {row['last_loss']:.3f}"
-    return f"round {round_}  {name:9} {row['tokens_per_s']:10,.0f} tokens/s  {figures}"
+    speed = f"{row['tokens_per_s']:10,.0f} tokens/s  {row['core_s']:.2f} core s a step  first step {row['first_step_s']:.1f} s"
+    return f"round {round_}  {name:9} {speed}  peak {row['peak_bytes'] / 2**30:.2f} GiB  last loss {row['last_loss']:.3f}"
 
 
 def _medians(runs: dict[str, list[dict[str, Any]]], predicted: Any) -> dict[str, dict[str, float]]:
@@ -128,7 +130,7 @@ def _ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
     for name in runs.keys() - {"drumline"}:
         pairs = [(a, b) for a, b in zip(runs.get("drumline", []), runs[name], strict=False) if "failed" not in a.keys() | b.keys()]
         if pairs:
-            for key in ("tokens_per_s", "first_step_s"):
+            for key in ("tokens_per_s", "core_s", "first_step_s", "peak_bytes"):
                 made[f"{key} drumline / {name}"] = statistics.median(a[key] / b[key] for a, b in pairs)
     return made
 
@@ -160,7 +162,7 @@ def _configuration(options: argparse.Namespace, work: Path) -> Any:
         "memory": {"activation_checkpointing": "full" if options.checkpointing else "none"},
         "checkpoint": {"export": "none", "every": None},
         "eval": {"at_start": False},
-        "run": {"steps": options.steps, "report_to": []},
+        "run": {"steps": options.steps, "report_to": [], "callbacks": [f"{__file__}:CoreSeconds"]},
     }
     if options.precision:
         config["precision"] = options.precision
@@ -176,7 +178,8 @@ def _configuration(options: argparse.Namespace, work: Path) -> Any:
 
 def _run(name: str, options: argparse.Namespace, work: Path, round_: int) -> dict[str, Any]:
     """One contender in a fresh process; `failed` with its last words, where it does. On a CPU the peak is that of the largest process
-    among it and its children, as the kernel counts it: nothing runs beside them."""
+    among it and its children, as the kernel counts it: nothing runs beside them. A rank sets the kernel's count back at each step
+    (telemetry.measure), so what it noted before counts too."""
     run_dir = work / f"run-{round_}"
     command = [sys.executable, __file__, "--contender", name, "--work", str(work)]
     began = time.time()
@@ -188,24 +191,39 @@ def _run(name: str, options: argparse.Namespace, work: Path, round_: int) -> dic
     if process.returncode:
         return {"failed": (out + (work / f"{name}.log").read_text())[-3000:] or f"exit code {process.returncode}"}
     if name == "drumline":
-        steps = [e for e in map(json.loads, (run_dir / "events.jsonl").read_text().splitlines()) if e["kind"] == "step"]
+        events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+        steps = [e for e in events if e["kind"] == "step"]
         times, first, device_peak = [e["seconds"] for e in steps], steps[0]["t"], max(e["memory_bytes"][0] for e in steps)
         tokens, loss = [e["tokens"] for e in steps], steps[-1]["loss"]
+        core = [float(line) for line in (run_dir / "core_seconds").read_text().split()]
+        host_peak = max(b for e in events if e["kind"] == "measured" for b in e["host"].values())
     else:
         result = json.loads(out.splitlines()[-1])
         times, first, device_peak, loss = result["seconds"], result["first_step_at"], result["memory_bytes"], result["loss"]
-        tokens = result["tokens"]
+        tokens, core, host_peak = result["tokens"], result["core_seconds"], 0
     on_gpu = json.loads((work / "bench.json").read_text())["device"] == "cuda"
     rates = [number / seconds for number, seconds in zip(tokens, times, strict=False)]  # TRL reads a batch ahead
     return {
         "tokens_per_s": statistics.median(rates[2:] or rates),
+        "core_s": statistics.median([b - a for a, b in itertools.pairwise([0.0, *core])][2:] or core),
         "first_step_s": first - began,
-        "peak_bytes": float(device_peak if on_gpu else usage.ru_maxrss * 1024),
+        "peak_bytes": float(device_peak if on_gpu else max(usage.ru_maxrss * 1024, host_peak)),
         "last_loss": loss,
     }
 
 
 # ------------------------------------------------------------------------------------------------------------- the peers
+
+
+class CoreSeconds:
+    """A callback of Drumline's: processor seconds of the rank after each step."""
+
+    def on_start(self, start: dict[str, Any]) -> None:
+        self.path = Path(start["run_dir"]) / "core_seconds"
+
+    def on_step(self, _: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{time.process_time()}\n")
 
 
 def drumline(bench: dict[str, Any], work: Path) -> None:
@@ -288,7 +306,7 @@ def bare(bench: dict[str, Any], work: Path) -> None:
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=1e-5, weight_decay=0.0, fused=True)
     rows, each = _rows(bench)
-    seconds, tokens, first, loss_value = [], [], 0.0, 0.0
+    seconds, core, tokens, first, loss_value = [], [], [], 0.0, 0.0
     for step in range(bench["steps"]):
         began = time.time()
         mine = rows[step * each : (step + 1) * each]
@@ -304,9 +322,11 @@ def bare(bench: dict[str, Any], work: Path) -> None:
         optimizer.zero_grad(set_to_none=True)
         loss_value = loss.item()
         seconds.append(time.time() - began)
+        core.append(time.process_time())
         tokens.append(sum(len(ids) for ids, _ in mine))
         first = first or time.time()
-    print(json.dumps({"seconds": seconds, "tokens": tokens, "first_step_at": first, "memory_bytes": _memory(device), "loss": loss_value}))
+    result = {"seconds": seconds, "core_seconds": core, "tokens": tokens, "first_step_at": first, "memory_bytes": _memory(device)}
+    print(json.dumps(result | {"loss": loss_value}))
 
 
 def trl(bench: dict[str, Any], work: Path) -> None:
@@ -317,6 +337,7 @@ def trl(bench: dict[str, Any], work: Path) -> None:
     from trl import SFTConfig, SFTTrainer
 
     marks: list[float] = []
+    core: list[float] = []
     began: list[float] = []
 
     class Clock(TrainerCallback):
@@ -327,6 +348,7 @@ def trl(bench: dict[str, Any], work: Path) -> None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             marks.append(time.time())
+            core.append(time.process_time())
 
     (rows, each), packed = _rows(bench), bench["packed"] and not bench["padded"]
     arguments = SFTConfig(
@@ -368,7 +390,7 @@ def trl(bench: dict[str, Any], work: Path) -> None:
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     seconds = [b - a for a, b in zip(began, marks, strict=True)]
-    result = {"seconds": seconds, "tokens": tokens, "first_step_at": marks[0], "loss": losses[-1]}
+    result = {"seconds": seconds, "core_seconds": core, "tokens": tokens, "first_step_at": marks[0], "loss": losses[-1]}
     print(json.dumps(result | {"memory_bytes": _memory(bench["device"])}))
 
 

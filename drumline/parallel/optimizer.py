@@ -40,7 +40,7 @@ def new_optimizer(
             chosen, mesh = options.group_of(name), parameter.device_mesh if isinstance(parameter, DTensor) else None
             own = options.weight_decay if chosen is None or chosen.weight_decay is None else chosen.weight_decay
             decay, ratio = own if parameter.ndim >= 2 else 0.0, 1.0 if chosen is None else chosen.lr_ratio
-            key = (mesh, parameter.ndim >= 2, decay, ratio, name in matrices)
+            key = (mesh, decay, ratio, name in matrices)  # no more than differ: ZeRO gathers each by itself
             made = {"params": [], "weight_decay": decay, "lr_ratio": ratio, "matrices": name in matrices}
             group = groups.setdefault(key, made)
             group["params"].append(parameter)

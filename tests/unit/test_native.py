@@ -158,6 +158,7 @@ def test_decay_spares_biases_and_norms(model_dir: Path) -> None:
     made = engine(model_dir, optimizer={"weight_decay": 0.1})
     by_decay = {g["weight_decay"]: {p.ndim for p in g["params"]} for g in made.optimizer.param_groups}
     assert by_decay == {0.1: {2}, 0.0: {1}}
+    assert len(engine(model_dir).optimizer.param_groups) == 1, "without decay nothing tells them apart"
 
 
 def test_blocks_are_the_models_own(model_dir: Path) -> None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Flat:
-    """Entries of a model cut over some ranks. `flat`: the trainable ones end to end in two groups (with weight decay, and without), each
-    filled up to a multiple of 2 × ranks. `touched`: all entries of the weights that a rank has a part of, on the rank with most.
+    """Entries of a model cut over some ranks. `flat`: the trainable ones end to end in the optimizer's groups (`_groups`), each filled up
+    to a multiple of 2 × ranks. `touched`: all entries of the weights that a rank has a part of, on the rank with most.
     `pieces`: each weight cut by itself, rounded up; `frozen_pieces`: the same of frozen ones. `largest`: of a trainable weight."""
 
     trainable: int
@@ -37,13 +37,13 @@ class Flat:
 
 
 @lru_cache(maxsize=4096)
-def flattened(facts: ModelFacts, ranks: int) -> Flat:
+def flattened(facts: ModelFacts, ranks: int, apart: bool) -> Flat:
     ahead, behind = ([w for w in facts.end_weights if (w.place == "after") == is_behind] for is_behind in (False, True))
     weights = [*ahead, *(w for block in facts.block_weights for w in block), *behind]  # in the model's own order
     trainable, frozen = [w for w in weights if w.trainable], [w.numel for w in weights if not w.trainable]
     flat, touched = 0, [0] * ranks
     for decays in (True, False):
-        group = [w.numel for w in trainable if (len(w.shape) >= 2) == decays]
+        group = [w.numel for w in trainable if (apart and len(w.shape) >= 2) == decays]
         share = 2 * math.ceil(sum(group) / (2 * ranks))
         flat += share * ranks
         start = 0
@@ -72,7 +72,7 @@ class ZeroCosts(StrategySpec):
     def state(self, layout: Layout, facts: ModelFacts, mine: Part) -> State:
         """Gradients: as they lie at the end of the last backward of a step. Weights have fp32 masters besides them in fp32, too."""
         ranks, stage = layout.mesh.world_size, self.stage
-        cut, low = flattened(facts, ranks), layout.precision != "fp32"
+        cut, low = flattened(facts, ranks, _apart(layout)), layout.precision != "fp32"
         width, kept, added = WIDTH[layout.precision], layout.config.optimizer.slots, self._dtypes(layout, facts)[1]
         optimizer, parameters = self.offloads()
         if stage == 3:
@@ -107,7 +107,7 @@ class ZeroCosts(StrategySpec):
     def buffers(self, layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None) -> Buffers:
         """Buckets of DeepSpeed's reduction, which are all taken at once, and what ZeRO 3 gathers."""
         ranks, low = layout.mesh.world_size, layout.precision != "fp32"
-        cut = flattened(facts, ranks)
+        cut = flattened(facts, ranks, _apart(layout))
         own, width, (optimizer, _) = user_config(cast("Zero", self), facts), WIDTH[layout.precision], self.offloads()
         bucket = int(own.get("zero_optimization.reduce_bucket_size", min(MOST_IN_A_BUCKET, max(2, cut.trainable))))
         sent, _ = self._dtypes(layout, facts)
@@ -158,7 +158,8 @@ class ZeroCosts(StrategySpec):
         """DeepSpeed makes what it keeps while it is given the weights (strategies.zero.fill): in stage 1 and 2 the whole model in fp32, at
         first with what it computes in beside it; in stage 3 a block so at a time, and fp32 values of its part. It gathers its part of a
         checkpoint on the host in any case."""
-        cut, low, (optimizer, parameters) = flattened(facts, layout.mesh.world_size), layout.precision != "fp32", self.offloads()
+        cut, low = flattened(facts, layout.mesh.world_size, _apart(layout)), layout.precision != "fp32"
+        optimizer, parameters = self.offloads()
         width, beside = WIDTH[layout.precision], LOW if low else 0
         if layout.device == "cuda" and (optimizer, parameters) != ("none", "none"):
             # For offloading: the low weights that its step writes, and one gradient.
@@ -175,7 +176,7 @@ class ZeroCosts(StrategySpec):
     def send(self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None) -> None:
         """Stage 1 and 2 add up gradients by all-reduce (`use_multi_rank_bucket_allreduce`), unsharded, in fp32
         (`communication_data_type`): stage 1 after the last micro-batch, stage 2 after each. After the step each of the optimizer's groups
-        of parameters (with and without weight decay), padded to 2 × ranks entries, is gathered in the type of the weights.
+        of parameters, padded to 2 × ranks entries, is gathered in the type of the weights.
 
         Stage 3 cuts each parameter by itself into equal parts, padded. It gathers what is not persistent
         (`stage3_param_persistence_threshold`) for forward, and again for backward where at least `stage3_max_reuse_distance` parameters
@@ -195,11 +196,11 @@ class ZeroCosts(StrategySpec):
             volume.add("all_reduce", reductions * low * facts.trainable, ranks, "shard", buckets, beside)
         else:  # each part to the rank that steps it
             volume.add("broadcast", reductions * low * facts.trainable, ranks, "shard", buckets * ranks)
-        for entries in _groups(facts).values():
+        for entries in _groups(facts, _apart(layout)).values():
             volume.add("all_gather", width * 2 * -(-entries // (2 * ranks)), ranks, "shard")
 
     def send_norm(self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str]) -> None:
-        groups, ranks = len(_groups(facts)), layout.mesh.shard
+        groups, ranks = len(_groups(facts, _apart(layout))), layout.mesh.shard
         if self.stage == 3:
             for _ in range(groups):
                 volume.add("all_reduce", 8 if self.offloads()[0] == "none" else 4, ranks, "shard")
@@ -240,12 +241,17 @@ class ZeroCosts(StrategySpec):
         return Copied(up, 4 * trainable * rounds, 12 * trainable if optimizer == "nvme" else 0.0)
 
 
-def _groups(facts: ModelFacts) -> Counter[bool]:
-    """Trainable entries of matrices, which decay, and of vectors."""
+def _apart(layout: Layout) -> bool:
+    """Whether the optimizer has matrices, which decay, and vectors in two groups."""
+    return layout.config.optimizer.weight_decay > 0
+
+
+def _groups(facts: ModelFacts, apart: bool) -> Counter[bool]:
+    """Trainable entries of the optimizer's groups: of matrices and of vectors, where they are apart."""
     groups = Counter[bool]()
     for weight, number in weights_of(facts):
         if weight.trainable:
-            groups[len(weight.shape) >= 2] += number * weight.numel
+            groups[apart and len(weight.shape) >= 2] += number * weight.numel
     return groups
 
 
