@@ -134,19 +134,20 @@ class Heart:
         self.ints[self.at + PID] = os.getpid()  # from now on it is watched
 
     def beat(self, phase: str) -> None:
-        ints, floats, at, now = self.ints, self.floats, self.at, time.monotonic()
-        self.seconds[PHASES[ints[at + PHASE]]] += now - self.began
+        self.alive()
+        now, was = self.floats[self.at + SINCE], self.ints[self.at + PHASE]
+        self.seconds[PHASES[was]] += now - self.began
         self.began = now
+        self.ints[self.at + PHASE] = NUMBER[phase]
+
+    def alive(self) -> None:
+        """A part of the phase is done: the longest part is what its limit is learned from."""
+        ints, floats, at, now = self.ints, self.floats, self.at, time.monotonic()
         was = at + LEARNED + ints[at + PHASE]
         if not ints[at + FREE] and (spent := now - floats[at + SINCE]) > floats[was]:
             floats[was] = spent
         floats[at + SINCE] = now
-        ints[at + PHASE] = NUMBER[phase]
         ints[at + COUNT] += 1
-
-    def alive(self) -> None:
-        self.floats[self.at + SINCE] = time.monotonic()
-        self.ints[self.at + COUNT] += 1
 
     def step(self, step: int, position: int, free: bool) -> None:
         self.steps += 1

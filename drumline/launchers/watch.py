@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,18 +18,19 @@ from drumline.core import heartbeat as beats
 from drumline.launchers.hangs import Hang, Seen, name_hang
 
 MOST_LOOK = 0.5  # seconds that count between two looks: where this process did not run for longer, ranks may not have run either
+STARVED_AFTER = 1.0  # seconds after a beat; most phases are over by then, and nothing has to be read of them
 ELSEWHERE_SECONDS = 5.0  # for other hosts to name one of theirs first, or to answer that one is at work
 ANSWER_SECONDS = 3.0  # for stacks and collectives
 
 
 @dataclass
 class _Pulse:
-    """What the watcher knows of a rank: its last beat, for how long it has looked at it in vain (seconds), and for how many seconds the
-    rank had waited for a core then."""
+    """What the watcher knows of a rank: its last beat, for how long it has looked at it in vain (seconds), and for how many seconds each
+    of its threads had waited for a core soon after the beat."""
 
     count: int = -1
     waited: float = 0.0
-    starved: float = 0.0
+    starved: dict[int, float] = field(default_factory=dict)
 
 
 class Watch:
@@ -73,7 +74,9 @@ class Watch:
             if count == pulse.count:
                 pulse.waited += spent
             else:
-                pulse.count, pulse.waited, pulse.starved = count, 0.0, starved(running[rank])
+                pulse.count, pulse.waited, pulse.starved = count, 0.0, {}
+            if pulse.waited >= STARVED_AFTER and not pulse.starved:
+                pulse.starved = starved(running[rank])
         if not beating:
             return None
         # Those that are furthest behind hold up the others, who may wait for longer than they ever did.
@@ -97,10 +100,13 @@ class Watch:
         return None if now < max(self.look_again, self.doubted + ELSEWHERE_SECONDS) else hang
 
     def _late(self, place: int, pid: int) -> float:
-        """Seconds beyond the limit. On a host with too much to do, those that the rank waited for a core are not its own."""
+        """Seconds beyond the limit. On a host with too much to do, those that a thread of the rank waited for a core are not its own: the
+        main thread waits for those that compute with it."""
         pulse = self.pulses[place]
         late = pulse.waited - self._limit(place)
-        return late if late <= 0 else late - (starved(pid) - pulse.starved)
+        if late <= 0:
+            return late
+        return late - max((seconds - pulse.starved.get(thread, seconds) for thread, seconds in starved(pid).items()), default=0.0)
 
     def _suspended(self, place: int, pid: int) -> bool:
         """For longer than a step may stand still: whatever it was at, it does nothing."""
@@ -179,11 +185,14 @@ def state_of(pid: int) -> tuple[str, str]:
     return "D", where
 
 
-def starved(pid: int) -> float:
-    """Seconds that the main thread of a process was ready and had no core (proc(5): schedstat); 0 where that is not known."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    return 0.0
+def starved(pid: int) -> dict[int, float]:
+    """Thread → seconds that it was ready and had no core (proc(5): schedstat); without those of which that is not known."""
+    waited = {}
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError, ValueError, IndexError):
+                waited[int(task.name)] = int((task / "schedstat").read_text().split()[1]) / 1e9
+    return waited
 
 
 def _threads(pid: int) -> dict[int, str]:

@@ -234,6 +234,29 @@ def test_a_sign_of_life_is_enough(watch: Watch) -> None:
     assert late(watch, 90.0) is None
 
 
+def test_limits_are_learned_from_the_longest_part(watch: Watch) -> None:
+    one, _ = hearts(watch)
+    assert late(watch, 0.0) is None
+    for step in range(3):
+        one.step(step, 2 * step, free=False)
+        one.beat("forward")
+        one.floats[one.at + heartbeat.SINCE] -= 4.0
+        one.alive()
+        one.beat("backward")
+    one.beat("forward")
+    assert watch._limit(0) == pytest.approx(12.0, abs=0.1), "three times the part before the sign of life"
+
+
+def test_time_in_which_any_thread_of_a_rank_had_no_core_does_not_count(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    hearts(watch)
+    waited = {1: 0.0, 2: 7.0}
+    monkeypatch.setattr("drumline.launchers.watch.starved", lambda pid: {**waited})
+    assert late(watch, 50.0) is None
+    waited[2] += 60.0  # a thread of OpenMP; the main thread waits for it
+    assert late(watch, 100.0) is None
+    assert late(watch, 100.0) is not None
+
+
 def test_time_in_which_the_watcher_did_not_run_does_not_count(watch: Watch) -> None:
     hearts(watch)
     assert late(watch, 0.0) is None
