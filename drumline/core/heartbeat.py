@@ -180,7 +180,7 @@ class Heart:
             if (request := self.ints[self.at + REQUEST]) == self.ints[self.at + REPLY]:
                 continue
             found = {}
-            for name, answer in self.answers.items():
+            for name, answer in list(self.answers.items()):  # this rank may add one
                 try:
                     found[name] = answer()
                 except Exception as error:  # noqa: BLE001 - a report of a hang must not fail for a part of it

@@ -65,7 +65,8 @@ class Watch:
         for place in beating.values():
             if place not in self.pulses:
                 self.pulses[place] = _Pulse()
-                self.files |= {(kind, place): self.board.file(kind, place).open("rb") for kind in ("stacks", "answer")}
+                # Without a buffer, which would give an older answer again.
+                self.files |= {(kind, place): self.board.file(kind, place).open("rb", buffering=0) for kind in ("stacks", "answer")}
         if len(beating) >= self.ranks:
             # All have the files open: nothing is left behind, however this process ends.
             shutil.rmtree(self.board.folder, ignore_errors=True)
@@ -165,9 +166,9 @@ class Watch:
         if self._int(place, beats.REPLY) == self._int(place, beats.REQUEST):
             self.files["answer", place].seek(0)
             with suppress(ValueError):
-                answer = json.loads(self.files["answer", place].readline())
+                answer = json.loads(self.files["answer", place].read().partition(b"\n")[0])
         found = {name: answer[name] for name in ("collectives", "samples") if isinstance(answer.get(name), list)}
-        elsewhere = bool(answer.get("elsewhere"))
+        elsewhere = answer.get("elsewhere") is True  # a text says why it could not be asked
         return replace(seen, state=state[0], sleeps_in=state[1], stacks=stacks, elsewhere=elsewhere, **found)
 
 

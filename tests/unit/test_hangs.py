@@ -196,20 +196,22 @@ def test_a_suspended_rank_hangs_whatever_it_was_at(watch: Watch, monkeypatch: py
     assert hang is not None and hang.why == "it is suspended (SIGSTOP)"
 
 
-def test_a_host_that_waits_does_not_hang_while_another_one_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gone", [False, "DistNetworkError: the store has gone"])
+def test_a_host_that_waits_does_not_hang_while_another_one_is_at_work(gone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drumline.launchers.watch.ELSEWHERE_SECONDS", 0.2)
     watch, mine = Watch(1, 0, 2), {0: os.getpid()}
     try:
         folder, _, _ = watch.variable(0)[heartbeat.VARIABLE].rpartition(":")
         heart = Heart(Board(Path(folder), 0), 0, {**dict.fromkeys(LIMITS, 1.0)})
-        answers = {"collectives": [entry(2, waits=True)], "elsewhere": True}
+        answers = {"collectives": [entry(number, waits=number == 2) for number in range(3)], "elsewhere": True}
         heart.answers = {name: lambda name=name: answers[name] for name in answers}  # type: ignore[misc]
         assert watch.look(mine) is None
         watch.pulses[0].waited += 60.0
         for _ in range(3):
             assert watch.look(mine) is None
             watch.look_again = 0.0
-        answers["elsewhere"] = False
+            answers["collectives"] = [entry(2, waits=True)]  # a shorter answer than before
+        answers["elsewhere"] = gone
         time.sleep(0.3)
         hang = watch.look(mine)
         assert hang is not None and hang.culprit is None, "nobody is at work any more"
