@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping
 
 from drumline.core.redact import redact
+from drumline.errors import EnvironmentFault
 
 HANDED_ON = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS")
 CHOOSE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -51,6 +52,14 @@ def interface_of(address: str) -> str | None:
 def address_of(interface: str) -> str | None:
     """The first address of an interface of this host."""
     return next(iter(_interfaces().get(interface, [])), None)
+
+
+def require_interface(name: str) -> str:
+    """Its first address. Raises EnvironmentFault where this host has no such interface."""
+    address = address_of(name)
+    if address is None:
+        raise EnvironmentFault(f"this host has no interface {name!r} with an address", where="launch.interface", fix="see: ip addr")
+    return address
 
 
 def interface_to(peers: list[str], wanted: str | None = None) -> str | None:

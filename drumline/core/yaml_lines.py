@@ -36,7 +36,11 @@ _FLOAT = re.compile(
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts in quotes whatever text either version of YAML would read as something else."""
+    """Puts in quotes whatever text either version of YAML would read as something else, and lines of a text on lines of their own."""
+
+    def represent_scalar(self, tag: str, value: str, style: str | None = None) -> yaml.ScalarNode:
+        either = '"' if re.search("[\x85\u2028\u2029]", value) else "|" if re.match(r"\S.*\n", value) else style
+        return super().represent_scalar(tag, value, either)
 
 
 for _either in (_Loader, _Dumper):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from drumline.core.launcher import LauncherSpec, Replans
+from drumline.core.network import require_interface
 from drumline.core.plan import Plan
 from drumline.launchers.environment import listen
 
@@ -29,8 +30,10 @@ class LocalLauncher(LauncherSpec):
         return EarlyRanks(config)
 
     def require(self) -> None:
-        """Raises EnvironmentFault for a port that is taken."""
+        """Raises EnvironmentFault for a port that is taken, and an interface that is not here."""
         listen(self.port).close()
+        if self.interface is not None:
+            require_interface(self.interface)
 
     def start(self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: Replans, early: Any) -> int:
         from drumline.launchers.local import launch

@@ -134,6 +134,7 @@ def launch_ranks(
     request, config = _placed(request), request.loaded.config
     with ExitStack() as stack:
         run_dir = Path(config.run.dir or default_run_dir(request.loaded.path))
+        config.launch.require()  # before the data is prepared, which may take hours
         early = stack.enter_context(config.launch.early(config, run_dir / "plan.json"))
         with uncollected():
             from drumline.train.replan import Replanner
@@ -143,7 +144,6 @@ def launch_ranks(
             plan = change(make_plan(request, on_progress=on_progress))
         notes(plan.data.notes if plan.data else ())
         launcher = plan.config.launch
-        launcher.require()
         if watch:
             from drumline.report.watch import beside
 

@@ -171,7 +171,8 @@ def test_every_default_is_printed_and_reads_back() -> None:
 
 
 def test_text_that_looks_like_something_else_reads_back() -> None:
-    for text in ("1e5", "12e4567", "1_000", "0x1f", "2026-01-31", "12:30", "no", "null", "", "1.5", "-", "a: b", "# x", "007"):
+    texts = ("1e5", "12e4567", "1_000", "0x1f", "2026-01-31", "12:30", "no", "null", "", "1.5", "-", "a: b", "# x", "007")
+    for text in (*texts, "a\n b\n", "a\x85b"):
         config = load_text(DATA, []).model_copy(update={"model": ModelConfig(revision=text)})
         assert load_text(to_yaml(config), []).model.revision == text
 

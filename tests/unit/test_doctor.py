@@ -188,6 +188,12 @@ def test_colours_torn_bytes_and_long_lines_are_read(monkeypatch: pytest.MonkeyPa
     assert len(one.evidence.text) <= 301 and "hf_abcdefghijk" not in one.evidence.text
 
 
+def test_a_sample_that_speaks_of_a_fault_is_none() -> None:
+    assert found('Q: why do I get "CUDA out of memory"? A: a smaller batch helps.\n') == []
+    retried = "('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))' thrown while requesting GET https://hub/x\n"
+    assert found(retried) == []
+
+
 def test_a_line_across_two_pieces_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drumline.doctor.diagnose.PIECE", 64)
     text = "fine\n" * 30 + "a line that is longer than a piece: " + "y" * 80 + " CUDA out of memory\n" + "fine\n" * 30 + FULL_DISK

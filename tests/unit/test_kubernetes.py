@@ -315,6 +315,7 @@ def test_a_dry_run_prints_what_would_be_submitted(run: Any, capsys: Any) -> None
     out, _ = capsys.readouterr()
     assert code == 0 and not api.objects
     assert [each["kind"] for each in yaml.safe_load_all(out)] == ["JobSet", "ConfigMap"]
+    assert "\n  tiny.yaml: |\n    model:\n" in out, "the config's own lines"
 
 
 def test_who_does_not_wait_only_submits(run: Any) -> None:

@@ -25,6 +25,7 @@ from drumline.launchers.agent import open_store
 from drumline.launchers.environment import listen
 from drumline.launchers.hosts import link
 from drumline.launchers.hosts.facts import facts, machine_of, require_same_versions
+from drumline.launchers.spec import LocalLauncher
 from drumline.launchers.ssh.spec import SSHLauncher
 from drumline.launchers.ssh.start import ssh_command
 from drumline.planner.cluster import cluster_here
@@ -37,6 +38,9 @@ def test_interfaces_are_found_by_route_and_by_name() -> None:
     assert network.source_address("127.0.0.1") == "127.0.0.1" and network.is_here("127.0.0.1")
     assert network.address_of("lo") == "127.0.0.1" and network.interface_of("127.0.0.1") == "lo"
     assert network.interface_to(["127.0.0.1"]) is None and network.interface_to([], "ib0") == "ib0"
+    LocalLauncher(interface="lo").require()
+    with pytest.raises(EnvironmentFault, match="no interface 'nosuch0'"):
+        LocalLauncher(interface="nosuch0").require()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drumline.core.network import address_of
+from drumline.core.network import require_interface
 from drumline.core.process import Helper, exit_code, tied
 from drumline.core.redact import redact
 from drumline.errors import EnvironmentFault
@@ -135,10 +135,7 @@ def reason(error: Exception) -> str:
 def make_hosts(spec: RayLauncher) -> Hosts:
     """The nodes of a spec, without agents. Raises EnvironmentFault where they cannot be had."""
     actors = Actors(spec, _placed(spec))
-    address = address_of(spec.interface) if spec.interface else _own_ip()
-    if address is None:
-        what = f"this host has no interface {spec.interface!r} with an address"
-        raise EnvironmentFault(what, where="launch.interface", fix="see: ip addr")
+    address = require_interface(spec.interface) if spec.interface else _own_ip()
     return Hosts(actors.names, actors, address, spec.port, spec.interface, actors.ips)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drumline.core.launcher import Reached
-from drumline.core.network import address_of, addresses, handed_on, is_here, is_loopback, source_address
+from drumline.core.network import addresses, handed_on, is_here, is_loopback, require_interface, source_address
 from drumline.core.plan import Plan
 from drumline.core.process import Helper, exit_code, run_command, tied
 from drumline.core.redact import redact
@@ -173,12 +173,7 @@ def _own_address(spec: SSHLauncher, peers: list[str]) -> str:
     """Where this launcher listens: the address of `launch.interface`, else the one that the hosts see. Raises EnvironmentFault where there
     is none, or several."""
     if spec.interface is not None:
-        address = address_of(spec.interface)
-        if address is None:
-            raise EnvironmentFault(
-                f"this host has no interface {spec.interface!r} with an address", where="launch.interface", fix="see: ip addr"
-            )
-        return address
+        return require_interface(spec.interface)
     sources = {source_address(each) for each in peers if not is_here(each)} - {None}
     if len(sources) > 1:
         what = f"the hosts are reached from several addresses of this one: {', '.join(sorted(map(str, sources)))}"
