@@ -17,7 +17,7 @@ from drumline.foreign import open_plain, read_object
 from drumline.launchers import lease
 from drumline.launchers.kubernetes.runs import EXPERIMENTAL, NOTE, Submitted, submitted
 from drumline.launchers.slurm import queue
-from drumline.telemetry.events import Emit, Event, Fault, RunEnd, Step, last, last_start, tail
+from drumline.telemetry.events import Emit, Event, Fault, RunEnd, RunStart, Step, last, last_start, tail
 
 LOOK_SECONDS = 0.5
 STOP_SECONDS = 30.0  # between two lines while a run saves
@@ -79,12 +79,17 @@ def _name(run: Path, holder: lease.Holder | None, events: list[Event]) -> str:
         return "running"
     if queue.queued_job(run) is not None:
         return "queued"
-    ends = [event for event in events if isinstance(event, RunEnd | Fault | Step)]
-    if ends and isinstance(ends[-1], RunEnd):
-        return str(ends[-1].status)
-    if ends and isinstance(ends[-1], Fault) and str(ends[-1].action).startswith("stop"):
+    end = _newest(events)
+    if isinstance(end, RunEnd):
+        return str(end.status)
+    if isinstance(end, Fault) and str(end.action).startswith("stop"):
         return "failed"
-    return "lost" if holder is not None or ends else "not started"
+    return "lost" if holder is not None or end else "not started"
+
+
+def _newest(events: list[Event]) -> Event | None:
+    """Of those that tell whether a run has ended. The end of a start before does not count."""
+    return next((event for event in reversed(events) if isinstance(event, RunStart | RunEnd | Fault | Step)), None)
 
 
 def print_logs(run: Path, rank: int | None) -> None:
@@ -130,9 +135,8 @@ def follow(run: Path, on_event: Emit) -> int:
     if signals.number:
         return LEFT
     noted, events = queue.end_of(run), last(path)
-    ends = [event for event in events if isinstance(event, RunEnd | Fault)]
-    if noted is None and ends and isinstance(ends[-1], RunEnd):
-        return ends[-1].exit_code
+    if noted is None and isinstance(end := _newest(events), RunEnd):
+        return end.exit_code
     print(f"{run}: {_name(run, None, events)}", file=sys.stderr)
     return 1 if noted is None else noted
 

@@ -58,7 +58,8 @@ def test_states(tmp_path: Path) -> None:
         lines = runs.table(list(found.values())).splitlines()
         assert lines[0].split()[:3] == ["RUN", "STATE", "STEP"] and len(lines) == 7
         assert len({line.index(wanted[Path(line.split()[0]).name]) for line in lines[1:]}) == 1, "in columns"
-    assert [each.state for each in runs.states(tmp_path / "now")] == ["preempted"], "of one run"
+    assert [each.state for each in runs.states(tmp_path / "now")] == ["lost"], "the end of the start before does not count"
+    assert runs.follow(tmp_path / "now", lambda event: None) == 1
 
 
 @pytest.mark.slow
