@@ -17,7 +17,7 @@ from drumline.bench.axes import Point, overrides_of
 from drumline.core.files import remove
 from drumline.core.process import Process, start_command, tied
 from drumline.core.run import EvalConfig
-from drumline.core.signals import LauncherSignals
+from drumline.core.signals import NOTHING_LOST, LauncherSignals
 from drumline.errors import UserError
 from drumline.launchers import runs
 from drumline.launchers.slurm import queue
@@ -150,9 +150,10 @@ def log_of(trial: Trial) -> Path:
 def outcome(trial: Trial, options: EvalConfig, code: int | None = None) -> Outcome:
     """What the folder of a trial says. `code`: its exit code, where it has just ended."""
     if not (trial.folder / "plan.json").exists():
-        return Outcome(trial, "not started" if code is None else "failed", reason="" if code is None else _reason(trial, code))
+        ended = code not in (None, NOTHING_LOST)
+        return Outcome(trial, "failed" if ended else "not started", reason=_reason(trial, code) if ended else "")
     events, state = read(trial.folder / "events.jsonl"), runs.states(trial.folder)[0].state
-    if code not in (None, 0, 75) and state != "finished":
+    if code not in (None, 0, NOTHING_LOST) and state != "finished":
         state = "failed"
     steps = [event for event in events if isinstance(event, Step)]
     value, at = best(events, options)

@@ -38,7 +38,7 @@ from drumline.report.bars import OnProgress, aside, bars
 from drumline.rl.generate import Completion, HFGenerator, Request, end_tokens
 from drumline.train.run import Run
 
-COMMANDS = "/exit or Ctrl-D leaves, /clear forgets what was said, Ctrl-C stops an answer"
+COMMANDS = "/exit or Ctrl-D leaves, /clear starts a new conversation, Ctrl-C stops an answer"
 # What a model's own generation config may set for sampling, and greedy decoding would warn of.
 NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None}
 # A model may write what a terminal takes for a command; line breaks and tabs are text.

@@ -11,6 +11,7 @@ from drumline.report.facts import Points, RunFacts
 MOST_POINTS = 1000  # of a curve
 MOST_IN_ALL = 40_000  # of a chart
 FEWEST = 60
+HELD_OUT = "held out: "
 MOST_BANDS = 12  # of a chart; of more groups only the means are drawn
 
 
@@ -58,7 +59,11 @@ def groups(runs: list[RunFacts]) -> list[list[int]]:
 def charts(runs: list[RunFacts], names: list[str]) -> list[dict[str, Any]]:
     """One a name of a curve, of all runs that have it: what page.js draws."""
     together = groups(runs)
-    return [_chart(name, runs, names, together) for name in dict.fromkeys(name for run in runs for name in run.curves)]
+    found = dict.fromkeys(name for run in runs for name in run.curves)
+    if len(runs) == 1:  # what several sets of evaluation have in common is one chart, a line a set
+        sets = {name: whole for name in found if "/" in name and (whole := f"{HELD_OUT}{name.rpartition('/')[2]}") in found}
+        return [_of_sets(name, runs[0], [each for each in sets if sets[each] == name]) for name in found if name not in sets]
+    return [_chart(name, runs, names, together) for name in found]
 
 
 def _chart(name: str, runs: list[RunFacts], names: list[str], together: list[list[int]]) -> dict[str, Any]:
@@ -75,6 +80,15 @@ def _chart(name: str, runs: list[RunFacts], names: list[str], together: list[lis
         for place, each in () if repeated and crowded else points.items():
             series.append({"name": names[place], "color": color, "member": bool(repeated), **binned(each, most)})
     return {"kind": "lines", "title": name, "series": series, "note": _note(series), "marks": _marks(runs[0]) if len(runs) == 1 else []}
+
+
+def _of_sets(name: str, run: RunFacts, sets: list[str]) -> dict[str, Any]:
+    """A curve of one run; of a score beside it that of each set."""
+    chart = _chart(name, [run], ["all sets" if sets else run.name], [[0]])
+    for color, each in enumerate(sets, 1):
+        label = each.removeprefix(HELD_OUT).rpartition("/")[0]
+        chart["series"].append({"name": label, "color": color, "member": False, **binned(run.curves[each], MOST_POINTS)})
+    return chart
 
 
 def _marks(run: RunFacts) -> list[dict[str, Any]]:

@@ -81,7 +81,7 @@ def memory(run: RunFacts, drawings: Drawings) -> Html | None:
             [row.category, row.show(row.predicted), row.show(row.measured), row.by_how_much(), row.note or ("off" if row.warns else "")]
             for row in rows
         ]
-        below.append(table(["", "planned", "measured", "", f"off: by more than {OFF:.0%}"], cells))
+        below.append(table(["", "planned", "measured", "difference", f"why (“off” is more than {OFF:.0%})"], cells))
     if (limit := number(run.last("planned").get("limit"))) and planned.get("reserved"):
         verdict = run.last("planned").get("verdict")
         below.append(
@@ -160,7 +160,7 @@ def data(run: RunFacts, drawings: Drawings) -> Html | None:
     if not known.get("train_samples"):
         return None
     tokens, learned = known.get("train_tokens", 0.0), known.get("train_learned")
-    in_loss = f"{learned:,.0f} ({learned / tokens:.1%})" if learned is not None and tokens else None
+    in_loss = f"{learned:,.0f} ({learned / tokens:.1%})" if learned and tokens else None
     passes = run.last("step").get("epoch")
     pairs = [("training samples", f"{known['train_samples']:,.0f}"), ("tokens", f"{tokens:,.0f}"), ("tokens in the loss", in_loss)]
     pairs += [

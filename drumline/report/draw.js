@@ -40,10 +40,14 @@ function lines(chart) {
   }
   const shapes = (chart.marks || []).map((mark) => ({ type: "line", x0: mark.x, x1: mark.x, yref: "paper", y0: 0, y1: 1,
     line: { color: ink("--bad"), width: 1, dash: "dot" }, label: { text: mark.text, textangle: 0, textposition: "end", xanchor: "left", yanchor: "top", font: { size: 10, color: ink("--bad") } } }));
-  const values = chart.series.flatMap((each) => each.y).filter((value) => value != null), one = values[0];
-  const flat = values.length && one && values.every((value) => value === one);  // Plotly would show it from -1 to 1
-  const axis = chart.unit === "bytes" ? ticks(traces) : flat && !log ? { range: [one - Math.abs(one) / 2, one + Math.abs(one) / 2] } : {};
-  return [traces, { shapes, hovermode: many ? "closest" : "x", xaxis: { title: { text: "step", standoff: 6 } }, yaxis: { type: log ? "log" : "linear", ...axis } }];
+  const values = chart.series.flatMap((each) => each.y).filter((value) => value != null), steps = chart.series.flatMap((each) => each.x);
+  const axis = chart.unit === "bytes" ? ticks(traces) : log ? {} : alone(values);
+  return [traces, { shapes, hovermode: many ? "closest" : "x", xaxis: { title: { text: "step", standoff: 6 }, ...alone(steps), ...(steps.every((step) => step < 8) ? { dtick: 1 } : {}) },
+    yaxis: { type: log ? "log" : "linear", exponentformat: values.some((value) => Math.abs(value) >= 1) ? "SI" : "e", ...axis } }];
+}
+function alone(values) {  // a range where all are the same: Plotly's would be from -1 to 1, or a hair's breadth around a step
+  const one = values[0];
+  return values.length && values.every((value) => value === one) ? { range: one ? [Math.min(0, 2 * one), Math.max(0, 2 * one)] : [-.05, 1] } : {};
 }
 function ticks(traces) {  // bytes in steps that people read
   const most = Math.max(...traces.flatMap((each) => each.y.filter((value) => value != null)), 1), step = 2 ** Math.ceil(Math.log2(most / 4));
@@ -57,7 +61,7 @@ function bars(chart) {
     textposition: "none", hovertemplate: `%{y}: ${chart.unit === "bytes" ? "%{text}" : "%{x:.4~g} s"}<extra>${plain(each.name)}</extra>` }));
   const most = Math.max(...chart.series.flatMap((each) => each.x.map((value) => value || 0)), 1), step = 2 ** Math.ceil(Math.log2(most / 3));
   const values = [0, 1, 2, 3].map((place) => place * step).filter((value) => value <= most * 1.2);
-  const axis = chart.unit === "bytes" ? { tickvals: values, ticktext: values.map(bytes) } : { title: { text: "seconds", standoff: 6 } };
+  const axis = chart.unit === "bytes" ? { tickvals: values, ticktext: values.map(bytes) } : { ticksuffix: " s" };
   return [traces, { barmode: grouped ? "group" : "stack", bargap: .3, xaxis: axis, yaxis: { autorange: "reversed", automargin: true }, margin: { l: 84, r: 12, t: 8, b: 42 } }];
 }
 function heat(chart) {

@@ -26,11 +26,11 @@ def draw(runs: list[RunFacts], path: Path) -> bool:
         axes.set_title(chart["title"], loc="left", fontsize=10, parse_math=False)
         for each in (each for each in chart["series"] if not each.get("member")):
             _line(axes, each)
+        if 1 < len(chart["series"]) <= len(COLORS) and (place == 0 or len(runs) == 1):
+            axes.legend(fontsize=8, frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.2)
         axes.tick_params(labelsize=8)
-    if drawn and 1 < len(runs) <= len(COLORS):
-        figure.axes[0].legend(fontsize=8, frameon=False)
     if not drawn:
         figure.text(0.5, 0.5, "no step was finished", ha="center")
     figure.savefig(path, dpi=110)

@@ -66,6 +66,7 @@ class Progress:
         self.fault: events.Fault | None = None
         self.measured = False
         self.evals = [event for event in past if isinstance(event, events.Eval)]
+        self.rewards = [event.reward for event in past if isinstance(event, events.Rollout)]
         self.losses: dict[int, float] = {}  # by step, finite ones only
         self.recent: deque[float] = deque(maxlen=20)
         self.sent: list[float] = []  # bytes, of the steps where they are known
@@ -142,6 +143,7 @@ class Progress:
             self._print(f"sample, step {event.step}: …{prompt[-40:]} → {text[:100]}", "dim")
 
     def _on_rollout(self, event: events.Rollout) -> None:
+        self.rewards += [event.reward] * (event.reward is not None)
         domains = [f"{key.removeprefix('reward/')} {_number(value)}" for key, value in event.metrics.items() if key.startswith("reward/")]
         spent = f"generate {event.generate_s:.1f}, reward {event.reward_s:.1f}, infer {event.infer_s:.1f}, train {event.train_s:.1f}"
         self._print(
@@ -218,7 +220,7 @@ class Progress:
 
     def _on_weights_differ(self, event: watched.WeightsDiffer) -> None:
         since = "" if event.agreed is None else f"; they agreed after step {event.agreed}"
-        self._print(f"step {event.step}: the weights of ranks {', '.join(map(str, event.ranks))} differ{since}", "bold red")
+        self._print(f"step {event.step}: the weights of {watched.ranks_named(event.ranks)} differ{since}", "bold red")
 
     def _on_straggler(self, event: watched.Straggler) -> None:
         self._print(
@@ -256,6 +258,10 @@ class Progress:
         if len(losses) >= 2 * MEAN_STEPS:
             first, last = _mean(losses[:MEAN_STEPS]), _mean(losses[-MEAN_STEPS:])
             lines.append(f"  training loss {first:.4f} → {last:.4f}  (means of the first and last {MEAN_STEPS} steps)")
+        if len(self.rewards) > 1:
+            lines.append(
+                f"  reward  {_number(self.rewards[0], '.4f')} → {_number(self.rewards[-1], '.4f')}  (the first and the last rollout)"
+            )
         if len(self.evals) > 1:
             before, after = self.evals[0], self.evals[-1]
             both = [(name, before.metrics[name], value) for name, value in after.metrics.items() if name in before.metrics]

@@ -11,8 +11,9 @@ from drumline.core.config import Config
 from drumline.core.explain import flow
 from drumline.core.section import Section
 from drumline.errors import DrumlineError
-from drumline.report.facts import RunFacts, differences, mapping, numbers
+from drumline.report.facts import Points, RunFacts, differences, mapping, numbers
 from drumline.report.markup import Html, facts, join, seconds_of, table, tag, text
+from drumline.telemetry.watched import ranks_named
 
 MOST_COLUMNS = 8  # of keys that differ, in the table of runs
 MOST_CELL = 300  # characters of a value in a table
@@ -64,16 +65,17 @@ def _tile(item: tuple[str, Any]) -> Html:
 
 def _key_numbers(run: RunFacts) -> dict[str, Any]:
     """What one looks at first; the same names for each run."""
-    losses, rates, goodput = run.curves.get("loss", []), run.curves.get("tokens/s", []), run.goodput
+    rates, goodput = run.curves.get("tokens/s", []), run.goodput
+    learned = next((name for name in ("reward", "loss") if name in run.curves), "loss")
     metric = run.config.get("eval.metric")
     scores = run.points("eval", str(metric))
     peaks = [row for row in run.comparisons if row.category == "peak"]
-    last = max((step for step, _ in losses), default=0)
+    last = max((step for step, _ in run.curves.get("loss", [])), default=0)
     return {
         "status": run.status,
         "steps": f"{last:,} of {text(run.last('run_start').get('steps') or '?')}",
-        "loss": f"{losses[0][1]:.4g} → {losses[-1][1]:.4g}" if losses else None,
-        "held out": f"{metric} {scores[0][1]:.4g} → {scores[-1][1]:.4g}" if scores else None,
+        "training": _first_and_last(learned, run.curves.get(learned)),
+        "held out": _first_and_last(str(metric), scores),
         "tokens/s, median": f"{statistics.median(value for _, value in rates):,.0f}" if rates else None,
         "peak a rank": f"{peaks[0].show(peaks[0].measured)}, planned {peaks[0].show(peaks[0].predicted)}" if peaks else None,
         "goodput": f"{goodput:.0%}" if goodput is not None else None,
@@ -82,13 +84,22 @@ def _key_numbers(run: RunFacts) -> dict[str, Any]:
     }
 
 
+def _first_and_last(name: str, points: Points | None) -> str | None:
+    return f"{name} {points[0][1]:.4g} → {points[-1][1]:.4g}" if points else None
+
+
 def _remarks(run: RunFacts) -> list[str]:
     """Lines that a reader must not miss."""
     start, lines = run.last("run_start"), [*run.problems]
     lines += [f"not finite at {len(found)} steps, first at step {found[0]['step']}" for found in [run.of("nonfinite")] if found]
+    differ = [value for _, value in run.points("rollout", "groups_differ")]
+    lines += ["the rewards of a prompt's completions never differed: nothing was learned"] * (differ != [] and not any(differ))
     lines += [f"the loss jumped at step {event.get('step')}" for event in run.of("spike")[:3]]
     lines += [f"rank {event.get('rank')} held up the others from step {event.get('step')}" for event in run.of("straggler")[:3]]
-    lines += [f"the weights of ranks {event.get('ranks')} differed at step {event.get('step')}" for event in run.of("weights_differ")[:3]]
+    lines += [
+        f"the weights of {ranks_named(event.get('ranks') or [])} differed at step {event.get('step')}"
+        for event in run.of("weights_differ")[:3]
+    ]
     lines += [f"a checkpoint of step {event.get('step')} failed: {event['error']}" for event in run.of("save") if event.get("error")][:3]
     warnings = run.last("measured").get("warnings")
     lines += [f"the plan was off: {line}" for line in warnings] if isinstance(warnings, list) else []
@@ -149,7 +160,8 @@ def _changed(section: BaseModel, place: str = "") -> list[str]:
     for name, field in type(section).model_fields.items():
         value: Any = getattr(section, name)
         default = None if field.is_required() else field.get_default(call_default_factory=True)
-        if isinstance(value, Section) and (field.is_required() or isinstance(default, type(value))):
+        if isinstance(value, Section):
+            found += [f"{place}{name}.kind"] * (not field.is_required() and type(default) is not type(value))
             found += _changed(value, f"{place}{name}.")
         elif value != default:
             found.append(f"{place}{name}")

@@ -62,6 +62,11 @@ class Straggler(Event, kind="straggler"):
     lost_tokens_per_s: float  # what the run would gain if it were as fast as the others
 
 
+def ranks_named(ranks: list[int]) -> str:
+    """rank 3, or ranks 1, 3."""
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+
+
 class WeightsDiffer(Event, kind="weights_differ"):
     step: int  # done before they were compared
     ranks: list[int]  # that differ from most; all where there is no majority

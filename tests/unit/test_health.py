@@ -190,6 +190,6 @@ def test_what_is_found_is_one_line_of_the_display() -> None:
     progress.on_event(Straggler(step=20, rank=5, host="b", device="cpu", seconds=1.21, median=0.83, lost_tokens_per_s=31204.0))
     assert out.getvalue().splitlines() == [
         "step 3: loss 9 jumps above 1.6 (mean before 1) — skip (samples 7, 8)",
-        "step 8: the weights of ranks 1 differ; they agreed after step 6",
+        "step 8: the weights of rank 1 differ; they agreed after step 6",
         "rank 5 (cpu of b) holds up the others: 1.21 s a step of its own, the median rank 0.83 s; that costs 31,204 tokens/s",
     ]

@@ -15,6 +15,7 @@ from drumline.errors import EnvironmentFault, UserError
 from drumline.report import page
 from drumline.report.curves import MOST_POINTS, binned, charts
 from drumline.report.facts import RunFacts, differences, short_names
+from drumline.telemetry.events import Eval
 from tests.harness import ROOT
 from tests.unit.report_runs import HOSTILE, start, step, write_run
 
@@ -177,3 +178,11 @@ def test_browser(tmp_path: Path) -> None:
             assert not seen and tab.evaluate("window.hurt") is None
             tab.close()
     assert HOSTILE not in one.read_text()
+
+
+def test_sets_of_evaluation_share_a_chart(tmp_path: Path) -> None:
+    scores = {"loss": 1.0, "easy/loss": 0.5, "hard/loss": 1.5, "mmlu/acc": 0.2}
+    run = write_run(tmp_path / "x", events=[start(), step(1), Eval(step=1, samples=6, seconds=0.1, metrics=scores)])
+    found = {chart["title"]: [each["name"] for each in chart["series"]] for chart in charts([RunFacts(run)], ["x"])}
+    assert found["held out: loss"] == ["all sets", "easy", "hard"]
+    assert found["held out: mmlu/acc"] == ["x"] and "held out: easy/loss" not in found

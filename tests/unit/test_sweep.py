@@ -10,7 +10,7 @@ import pytest
 
 from drumline.bench.axes import axes_of, folder_name, overrides_of, points, short_names, split
 from drumline.bench.sweep import Options, Sweep, groups_of, rows_of, sweep
-from drumline.bench.trials import Outcome, best
+from drumline.bench.trials import Outcome, Trial, best, outcome
 from drumline.cli_scale import _numbers
 from drumline.core.run import EvalConfig
 from drumline.errors import UserError
@@ -163,3 +163,8 @@ def test_numbers_of_processes(text: str) -> None:
     assert _numbers("4,1,2,1", "--nproc") == (1, 2, 4)
     with pytest.raises(UserError, match="whole numbers"):
         _numbers(text, "--nproc")
+
+
+def test_a_trial_that_was_stopped_before_its_plan_has_not_failed(tmp_path: Path) -> None:
+    trial = Trial({}, tmp_path / "a")
+    assert [outcome(trial, EvalConfig(), code).state for code in (None, 75, 1)] == ["not started", "not started", "failed"]
