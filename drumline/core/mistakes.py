@@ -179,7 +179,10 @@ def _unknown_key(place: Place, kind: str | None) -> tuple[str, str]:
     first = ("data", "train", "0")
     if section == ("data",) and any(key in keys_at(first, each) for each in kinds_at(first)):
         return what, f"it is a source's, which stands under `train`: data: {{train: {{{key}: …}}}}"
-    if guesses := meant(key, section, kind):
+    guesses = meant(key, section, kind)
+    if section and guesses and guesses[0] in Config.model_fields and guesses[0] not in keys_at(section, kind):
+        return what, f"did you mean {guesses[0]!r} at the top, beside {section[0]!r}?"
+    if guesses:
         return what, f"did you mean {' or '.join(repr(guess) for guess in guesses[:3])}?"
     return what, f"known here: {', '.join(keys_at(section, kind))}"
 
@@ -232,6 +235,7 @@ SYNONYMS = by_word(
         "metric_for_best_model": "eval.metric",
         "gradient_checkpointing": "memory.activation_checkpointing",
         "torch_compile": "compile.enabled",
+        "rank lora_rank lora_r": "adapter.r",
         "mixed_precision dtype torch_dtype fp16 bf16": "precision",
         "model_name_or_path model_name base_model": "model.id",
         "attn_implementation": "model.attention",
@@ -296,11 +300,16 @@ def short_at(place: Place) -> Short | None:
 def meant(key: str, place: Place, kind: str | None = None) -> list[str]:
     """What an unknown key at a place was probably meant to be, the likeliest first: a bare key of that place, or dotted ones elsewhere."""
     known, word = keys_at(place, kind), key.lower().replace("-", "_")
+    found_elsewhere = elsewhere(word)
+    if below := [dotted for dotted in found_elsewhere if place and dotted.startswith(".".join((*place, "")))]:
+        return below
     if found := _synonym(word, place, known):
         return found
+    if word in Config.model_fields:
+        return [word]
     if close := nearest(word, known):
         return [close]
-    if found_elsewhere := elsewhere(word):
+    if found_elsewhere:
         return found_elsewhere
     similar = difflib.get_close_matches(word, SYNONYMS, n=1, cutoff=0.85)
     return _synonym(similar[0], place, known) if similar else []

@@ -41,6 +41,20 @@ def drawing(seed: int | None, device: str = "cpu") -> Iterator[None]:
         generator.set_state(before)
 
 
+@contextlib.contextmanager
+def constructing(seed: int) -> Iterator[None]:
+    """Within, a constructor draws from `seed`, whichever of python, numpy and torch's CPU generator it draws from."""
+    before, before_numpy = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        with drawing(seed):
+            yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(before_numpy)
+
+
 def deterministic() -> None:
     """Only kernels that give the same bits each time. Call before CUDA starts (cuBLAS reads its variable then)."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

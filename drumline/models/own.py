@@ -15,10 +15,11 @@ from drumline.checkpoint.load import best_or_latest, load, pointed
 from drumline.core.model import ModelConfig
 from drumline.core.plan import Plan
 from drumline.core.registry import find_function, imported
-from drumline.dist.seeds import derive, drawing
-from drumline.errors import CheckpointError
+from drumline.dist.seeds import derive
+from drumline.errors import CheckpointError, ModelError
 from drumline.models.freeze import freeze
-from drumline.models.shards import canonical_tensors
+from drumline.models.shards import Values, canonical_tensors
+from drumline.models.tape import lay_out_module
 
 
 def own_build(plan: Plan) -> Callable[[], nn.Module]:
@@ -37,14 +38,41 @@ def _where(model: ModelConfig) -> str:
     return "model.path" if model.kind == "python" else "model.kind"
 
 
+def require_trainable(model: nn.Module, *, cut: bool, deepspeed: bool) -> None:
+    """`cut`: ranks keep parts of its weights, or of their optimizer's state. Raises ModelError for what no engine, or that one, trains."""
+    for path, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ModelError(f"{path or 'it'} has sparse gradients", where="model", fix="they are not averaged: build it with sparse=False")
+        if cut and getattr(module, "max_norm", None) is not None:
+            what = f"max_norm of {path or 'it'} changes a weight in forward, which is lost where weights are cut"
+            raise ModelError(what, where="model", fix="use ddp, or normalise in forward what it returns")
+    types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if (cut and len(types) > 1) or (deepspeed and torch.float64 in types):
+        what = f"weights of {' and '.join(sorted(str(dtype).removeprefix('torch.') for dtype in types))} are not cut"
+        raise ModelError(what, where="model", fix="use ddp, or float32 for all")
+    for name, parameter in model.named_parameters():
+        what, fix = "", ""
+        if nn.parameter.is_lazy(parameter):
+            what, fix = "has no shape yet", "give the layer its sizes, in place of a lazy one"
+        elif parameter.is_complex():
+            what, fix = "is complex", "keep real and imaginary parts in a last dimension of 2, and call torch.view_as_complex in forward"
+        elif cut and parameter.ndim == 0:
+            what, fix = "has no dimension to cut it along", "make it a vector of one: torch.ones(1); or use ddp"
+        elif deepspeed and parameter._backward_hooks:
+            what, fix = "has a hook, and DeepSpeed keeps weights of its own", "use fsdp2, or ddp"
+        if what:
+            raise ModelError(f"{name} {what}", where="model", fix=fix)
+
+
 def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
     """(the module on the CPU in eval mode, with the weights of the best or the last checkpoint in `run_dir`; that checkpoint)."""
     root = run_dir / "checkpoints"
     checkpoint = best_or_latest(root) if which == "best" else pointed(root, "latest")
     if checkpoint is None:
         raise CheckpointError("nothing was saved", where=str(run_dir))
-    with drawing(derive(plan.config.run.seed, "weights")):
-        module = own_build(plan)()
+    seed = derive(plan.config.run.seed, "weights")
+    module, source = lay_out_module(own_build(plan), seed, "cpu")  # as ranks do: frozen weights are in no checkpoint
+    Values(source, "cpu", seed).fill(module)
     freeze(module, plan.config.model.freeze)
     load(checkpoint, canonical_tensors(module), alone=True)
     return module.eval(), checkpoint

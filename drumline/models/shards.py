@@ -94,9 +94,9 @@ class Values:
         before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
-            if owners is None:
+            if owners is None and empty:
                 model._apply(real)  # FSDP2 checks a module's parameters after those of all its children
-            for owner in owners or ():
+            for owner in (owners or ()) if empty else ():
                 owner._apply(real, recurse=False)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(before)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.dist.seeds import derive, drawing
+from drumline.dist.seeds import constructing, derive, drawing
 from drumline.errors import ModelError
 from drumline.models.shards import Loaded, Source, Whole, copy_part, file_name
 from drumline.vendor.torch import TorchDispatchMode, device_constructors, tree_leaves, tree_map_only
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 Build = Callable[[], nn.Module]
 # They do nothing on the meta device, so a call of one of them is recorded as a whole.
 WHOLE = {function.__code__: function for function in (nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.dirac_, nn.init.sparse_)}
+KEPT = {"_parameters", "_buffers", "_modules"}  # where a module has what `Values` fills
 OVERWRITES = {getattr(torch.ops.aten, name) for name in ("zero_", "fill_", "copy_", "normal_", "uniform_")}
 
 
@@ -35,12 +36,12 @@ def lay_out_module(build: Build, seed: int, device: str) -> tuple[nn.Module, Sou
     # Made while transformers had replaced torch.linspace, torch's list of what a device context governs lacks it from then on.
     device_constructors.cache_clear()
     try:
-        with drawing(seed), torch.device("meta"), tape:
+        with constructing(seed), torch.device("meta"), tape:
             model = _module(build())
         return model, Played(tape, model, seed)
     except Exception as reason:  # noqa: BLE001 - whatever fails without memory either works with it, or is raised again
         first = str(reason).strip().partition("\n")[0]
-    with drawing(seed):
+    with constructing(seed):
         model = _module(build())
     logger.warning("the whole model is built on each rank: %s", first)
     return model.to(device), Loaded()
@@ -147,6 +148,11 @@ class Played:
                 raise Whole(f"{name} is not made on the device of torch's context")
         for place in self.laid_out.values():
             self._needed(place)
+        for path, module in model.named_modules():
+            for key, value in vars(module).items():
+                if key not in KEPT and any(tensor.is_meta and not isinstance(tensor, nn.Parameter) for tensor in _tensors(value)):
+                    name = f"{path}.{key}" if path else key
+                    raise Whole(f"{name} is neither a parameter nor a buffer (register_buffer makes it one)")
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
         # As `shards.Drawn` has it: a rank that trains on a GPU draws there.

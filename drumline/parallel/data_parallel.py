@@ -66,19 +66,26 @@ class Replicated(Spread):
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         # DDP records a static graph in the first backward, which has to reduce: averages of averages are averages.
+        checks = last and not (self.ddp.static_graph or self.ddp.find_unused_parameters)
+        before = self._gradients() if checks else {}
         with contextlib.nullcontext() if last or self.records_graph else self.ddp.no_sync():
             yield
         self.records_graph = False
-        if last and not (self.ddp.static_graph or self.ddp.find_unused_parameters):
-            self._require_gradients()
+        if checks:
+            self._require_gradients(before)
         if last and self.compressor:
             self.compressor.step += 1
 
-    def _require_gradients(self) -> None:
+    def _gradients(self) -> dict[str, tuple[int, int] | None]:
+        """Of each weight that learns: which gradient it has, and how often that was written."""
+        learning = ((name, weight.grad) for name, weight in self.inner.named_parameters() if weight.requires_grad)
+        return {name: None if gradient is None else (id(gradient), gradient._version) for name, gradient in learning}
+
+    def _require_gradients(self, before: dict[str, tuple[int, int] | None]) -> None:
         """Raises ModelError for weights that this backward has not reached: DDP would leave others unaveraged, and say so a step later."""
-        learning = [(name, weight) for name, weight in self.inner.named_parameters() if weight.requires_grad]
-        without = [name.replace("_orig_mod.", "").removeprefix("model.") for name, weight in learning if weight.grad is None]
-        if 0 < len(without) < len(learning):  # none has one where they step within backward, or nothing was learned
+        after = self._gradients()
+        without = [name.replace("_orig_mod.", "").removeprefix("model.") for name, now in after.items() if now == before[name]]
+        if 0 < len(without) < len(after):  # none has one where they step within backward, or nothing was learned
             more = f" and {len(without) - 3} more" if len(without) > 3 else ""
             fix = "set strategy.find_unused_parameters: true, or leave them out with model.freeze"
             raise ModelError(f"no gradient reaches {', '.join(without[:3])}{more}, and DDP waits for it", where="model", fix=fix)

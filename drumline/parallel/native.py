@@ -44,6 +44,7 @@ from drumline.parallel.optimizer import (
     set_rate,
     take_step,
 )
+from drumline.parallel.plain import Plain
 from drumline.parallel.shared_step import SharedStep
 from drumline.parallel.tensor_parallel import apply_tp
 from drumline.parallel.transforms import (
@@ -89,7 +90,7 @@ def prepare(
         apply_expert_parallelism(model, whole["ep"])
     if config.model.sync_batchnorm and whole is not None:
         apply_sync_batchnorm(model, plan.device, config.model.sync_batchnorm_ranks)
-    module = Plain(model) if plain else ForwardWithObjective(model)
+    module = Plain(model, plan.batch) if plain else ForwardWithObjective(model)
     if config.model.kernels == "liger":
         apply_liger(model)
     if plan.mesh.cp > 1:
@@ -122,25 +123,6 @@ def spread_over_data(
         return BucketedAllReduce(module, gradient_group(whole), bucket_bytes, experts)
     ddp = apply_ddp(module, options, gradient_group(whole))
     return Replicated(ddp, compress_ddp(ddp, options.compression, derive(plan.config.run.seed, "compression")))
-
-
-class Plain(nn.Module):
-    """Any module as engines take it: an objective runs it on a batch, or it is called as it is."""
-
-    splits, sequence = False, None  # it has no head to take off
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Any, objective: Any = None) -> Any:
-        """`objective(model, batch)`'s (loss sum, other sums); without an objective what `model(*args, **kwargs)` gives, `batch` = (args,
-        kwargs)."""
-        if objective is None:
-            args, kwargs = batch
-            return self.model(*args, **kwargs)
-        out = objective(self.model, batch)
-        return out.loss_sum, out.sums
 
 
 class ForwardEngine:

@@ -22,6 +22,7 @@ from drumline.models.build import lay_out
 from drumline.models.classes import LM
 from drumline.models.freeze import freeze, give_fp32, keep_low
 from drumline.models.head import require_next_token, shares_prompts
+from drumline.models.own import require_trainable
 from drumline.models.packed import pack
 from drumline.models.shards import Source, Values
 from drumline.models.tape import Build, lay_out_module
@@ -140,6 +141,9 @@ def lay_out_spreadable(
     if plan.data_parallel == "dp":
         raise PlanError("nn.DataParallel cuts batches whose kind it knows", where="strategy", fix="use ddp")
     model, source = lay_out_module(build, derive(plan.config.run.seed, "weights"), device)
+    deepspeed = plan.engine == "deepspeed"
+    cut = deepspeed or plan.data_parallel == "fsdp2" or plan.config.strategy.optimizer_shards(plan.mesh) > 1
+    require_trainable(model, cut=cut, deepspeed=deepspeed)
     set_blocks(model, units)
     if unknown := [key for key in tp_plan or () if not any(fnmatchcase(name, key) for name, _ in model.named_modules())]:
         raise PlanError(f"the model has no module {unknown[0]}", where="tp_plan", fix="name modules as model.named_modules() has them")

@@ -100,6 +100,7 @@ class Session:
         self.stop_flag = self.stack.enter_context(StopFlag())
         self.owns = not dist.is_initialized()  # a process group that is there is used, and left as it is
         self.ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds) if self.owns else Ranks.from_environment()
+        sys.excepthook = print_error  # torch has put its own around it, which drops what a hook prints that ends the process
         self.device = f"cuda:{gpu(self.ranks)}" if plan.device == "cuda" else "cpu"
         self.gather = Gather(self.ranks.rank, self.ranks.world_size, self.device, counts=plan.mesh.counts(self.ranks.rank))
         try:

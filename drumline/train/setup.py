@@ -229,6 +229,8 @@ def _resolved(request: Request, config: Config, machine: Machine, data: DataPlan
     loaded = request.loaded
     run_dir, base_dir = config.run.dir or default_run_dir(loaded.path), str(loaded.base_dir.absolute())
     plan = resolve(config, run_dir=run_dir, machine=machine, world_size=request.world_size, data=data, base_dir=base_dir, **model)
+    if plan.steps is not None and plan.warmup_steps >= plan.steps:
+        notes([f"warm-up takes {plan.warmup_steps} steps and the run has {plan.steps}: the rate never reaches its peak"])
     if (wanted := config.run.profile) is not None:
         ranks, last = plan.mesh.world_size, plan.steps
         if (rank := max(wanted.ranks)) >= ranks:

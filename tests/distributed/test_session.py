@@ -79,6 +79,14 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert losses(run) == losses(tmp_path / "own") and len(losses(run)) == 4
 
 
+def test_a_run_folder_that_cannot_be_had_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    command = [sys.executable, "-m", "drumline", "launch", str(LOOP), "--nproc", "2", "--", "ddp", str(tmp_path / "run"), "4"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENV, cwd=tmp_path, timeout=100)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2 and len(lines) == 1 and "cannot write the run folder" in lines[0], done.stderr
+
+
 def test_a_mistake_is_one_line() -> None:
     code = "import drumline; drumline.session('fsdp3', global_samples=8)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, timeout=60)

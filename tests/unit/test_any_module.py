@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,6 +21,7 @@ from drumline.core.config import Config
 from drumline.core.mesh import Mesh
 from drumline.core.plan import BatchPlan, Plan, Predicted
 from drumline.errors import ModelError, PlanError
+from drumline.models.own import require_trainable
 from drumline.models.shards import Loaded, Values
 from drumline.models.tape import Played, lay_out_module
 from drumline.parallel.engine import OpenEngine
@@ -102,7 +106,13 @@ class Drawn(nn.Module):
         nn.init.normal_(self.layer.weight, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("build", [Looks, Listed, Drawn])
+class Held(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rates = nn.Linear(4, 4), [torch.linspace(0, 1, 3)]
+
+
+@pytest.mark.parametrize("build", [Looks, Listed, Drawn, Held])
 def test_what_the_tape_does_not_have_is_built_whole(build: type[nn.Module]) -> None:
     device_constructors.cache_clear()
     with meta_device_safe_creation_ops(), torch.device("meta"):
@@ -115,6 +125,56 @@ def test_what_the_tape_does_not_have_is_built_whole(build: type[nn.Module]) -> N
 def test_build_must_give_a_module() -> None:
     with pytest.raises(ModelError, match="build gave dict"):
         lay_out_module(dict, 0, "cpu")  # type: ignore[arg-type]
+
+
+def test_what_python_and_numpy_draw_comes_from_the_seed() -> None:
+    def build() -> nn.Module:
+        layer = nn.Linear(2, 2)
+        nn.init.constant_(layer.weight, random.random() + np.random.rand())
+        return layer
+
+    before = random.getstate()
+    first, again, other = (lay_out_module(build, seed, "cpu") for seed in (3, 3, 4))
+    assert before == random.getstate()
+    values = []
+    for model, source in (first, again, other):
+        Values(source, "cpu", 0).fill(model)
+        values.append(model.weight.sum().item())  # type: ignore[operator, union-attr]
+    assert values[0] == values[1] != values[2]
+
+
+def with_weight(weight: torch.Tensor) -> nn.Module:
+    module = nn.Module()
+    module.weight = nn.Parameter(weight)
+    return module
+
+
+def hooked() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.weight.register_hook(lambda gradient: gradient)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("build", "cut", "says"),
+    [
+        (lambda: nn.Embedding(4, 2, sparse=True), False, "sparse gradients"),
+        (lambda: nn.LazyLinear(2), False, "weight has no shape yet"),
+        (lambda: with_weight(torch.zeros(2, dtype=torch.cfloat)), False, "weight is complex"),
+        (lambda: nn.Embedding(4, 2, max_norm=1.0), True, "max_norm of it changes a weight in forward"),
+        (lambda: with_weight(torch.zeros(())), True, "weight has no dimension"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), True, "weights of float32 and float64"),
+        (hooked, True, "weight has a hook"),
+    ],
+)
+def test_what_no_engine_or_no_cut_one_trains(build: Callable[[], nn.Module], cut: bool, says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        require_trainable(build(), cut=cut, deepspeed=cut)
+    if cut:
+        require_trainable(build(), cut=False, deepspeed=False)
+    else:
+        with pytest.raises(ModelError, match=says):
+            build_module(plan(), build, "cpu")
 
 
 # ------------------------------------------------------------------------------------------------------------- engines
@@ -183,6 +243,26 @@ def test_a_strategy_that_lacks_something_says_what(mesh: Mesh, what: str) -> Non
 def test_modules_that_a_plan_names_must_be_there() -> None:
     with pytest.raises(PlanError, match="no module up"):
         build_module(plan(), mlp, "cpu", tp_plan={"up": "colwise"})
+
+
+class Running(nn.Module):
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 2).double(), nn.BatchNorm1d(2).double()
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("fixed", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.layer(x.double()))
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        return hidden
+
+
+def test_buffers_that_forward_changes_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    assert math.isfinite(by_hand(build_module(plan(), Running, "cpu", make_optimizer=make_optimizer)))  # in fp64, too
+    assert [record.message.partition(":")[0] for record in caplog.records if "changes" in record.message] == ["forward changes mean"]
 
 
 def shared() -> nn.Module:

@@ -38,8 +38,9 @@ from drumline.models.scores import score_head
 from drumline.models.shards import Values, all_tensors, canonical_tensors
 from drumline.parallel.data_parallel import Spread
 from drumline.parallel.engine import DeviceSums, added
-from drumline.parallel.native import LOW_PRECISION, ForwardEngine, Plain, lowered, precise
+from drumline.parallel.native import LOW_PRECISION, ForwardEngine, lowered, precise
 from drumline.parallel.optimizer import MakeOptimizer, make_state, new_optimizer
+from drumline.parallel.plain import Plain
 from drumline.parallel.transforms import agree_on_statistics, apply_compile, apply_memory, apply_sync_batchnorm
 from drumline.strategies.zero.fill import InTurn, filled, part, require_slots
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
@@ -68,7 +69,7 @@ def prepare(
     join(plan.device)
     if plan.config.model.sync_batchnorm and plan.mesh.world_size > 1:
         apply_sync_batchnorm(model, plan.device, plan.config.model.sync_batchnorm_ranks)
-    module = Plain(model) if plain else ForwardWithObjective(model)
+    module = Plain(model, plan.batch) if plain else ForwardWithObjective(model)
     apply_memory(model, plan)
     apply_compile(model, plan.config.compile)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
