@@ -374,9 +374,9 @@ CASES += [
     Case("qwen3_moe, router loss", {**PACKED, "data": {"packing": False}, "rows": 48}, ("ddp 2", *ENGINES, "fsdp2 2 x ep 2"), "qwen3_moe"),
     Case("deepseek_v3", PACKED, ("ep 2", "fsdp2, ep 2 x pp 2", "tp 2"), "deepseek_v3"),
     Case("gpt_oss", {**PACKED, "data": {"packing": False}, "rows": 48}, ("ep 2", "fsdp2 2 x ep 2"), "gpt_oss"),
-    # Biases of keys, whose true gradient is 0.
+    # Biases of keys: their true gradient is 0, but small where positions are rotary, so Adam would enlarge its rounding there.
     Case("gpt2", {**PACKED, "optimizer": {}}, ("ddp 2", "fsdp2 2", "zero2 2"), "gpt2"),
-    Case("qwen2", {**PACKED, "optimizer": {}}, ("ddp 2", "fsdp2 2", "zero2 2"), "qwen2"),
+    Case("qwen2", PACKED, ("ddp 2", "fsdp2 2", "zero2 2"), "qwen2"),
 ]
 LOW_CASE = next(case for case in CASES if case.name == "clipped hard")
 PAIRS = [(row, case) for case in CASES for row in ROWS if (row.name in case.rows if case.rows else "ep 2" not in row.name)]
