@@ -42,11 +42,11 @@ class Lease:
     """
 
     def __init__(
-        self, run_dir: Path, at: tuple[str, int] | None = None, after: str | None = None, frozen: tuple[str, float] = ("", 0.0)
+        self, run_dir: Path, at: tuple[str, int] | None = None, after: str | None = None, frozen: tuple[str | None, float] = (None, 0.0)
     ) -> None:
         """`at`: where the holder listens to agents of other hosts. `after`: the token of the only lease that may be followed, once its
         holder is dead; not where that has given it back. `frozen`: a text of the file, and since when (seconds of this host's monotonic
-        clock) a process of this host has seen no other there."""
+        clock) a process of this host has seen no other there; None: nobody has looked."""
         self.run_dir, self.path, self.after, self.frozen = run_dir, run_dir / NAME, after, frozen
         self.token = secrets.token_hex(8)
         owner = {"token": self.token, **asdict(this_process()), "since": time.strftime("%Y-%m-%d %H:%M:%S"), "at": at}

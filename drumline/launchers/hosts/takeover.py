@@ -37,7 +37,7 @@ class Heir:
         self.known: Message = {}  # what the launcher has all hosts know; nothing before the first attempt
         self.own, self._folder = False, ExitStack()
         self._launcher: Helper | None = None
-        self._frozen = ("", 0.0)  # the lease of a folder that is shared, and since when it has stood still
+        self._frozen: tuple[str | None, float] = (None, 0.0)  # the lease of a folder that is shared, and since when it has stood still
         self._lost = 0  # looks at a lease that is another, or none
 
     def claim(self, run_dir: Path) -> str:
