@@ -55,7 +55,7 @@ DISK_BYTES = 2**29  # what the largest file of the measurement needs, and then s
 Products = dict[str, tuple[Product, ...]]  # by precision
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-TIMEOUT, LIMIT = 60.0, {False: 900.0, True: 400.0}  # seconds that one collective, and the whole of a rank, may take
+TIMEOUT, LIMIT = 60.0, {False: 900.0, True: 600.0}  # seconds that one collective, and the whole of a rank, may take
 # In a hurry or not: seconds of samples, at least and at most (few samples are enough to pass the least), and seconds that a product may be
 # expected to take: larger ones of that precision are left out.
 SAMPLES = 15

@@ -52,7 +52,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_two_ranks_measure_and_planning_reads_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a GPU machine measures its processor here, too
     monkeypatch.setitem(ENV, "CUDA_VISIBLE_DEVICES", "")
-    done = drumline("calibrate", "--quick", "--nproc", 2, timeout=450)
+    done = drumline("calibrate", "--quick", "--nproc", 2, timeout=570)
     assert done.code == 0, done.err
     assert all(word in done.out for word in ("fp32", "all-reduce", "reduce-scatter", "p2p", "disk write", f"stored in {cache}"))
     machine = detect()
@@ -162,7 +162,7 @@ def test_groups_that_are_measured(world: int, sizes: list[int]) -> None:
 def test_bad_words_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setitem(ENV, "XDG_CACHE_HOME", str(tmp_path / "file"))
-    done = drumline("calibrate", "--quick", "--nproc", 2, timeout=450)
+    done = drumline("calibrate", "--quick", "--nproc", 2, timeout=570)
     assert done.code == 2 and "cannot be written to" in done.err and "XDG_CACHE_HOME" in done.err and len(done.err.splitlines()) == 1
     assert drumline("calibrate", "--nproc", 0).code == 2
     done = drumline("calibrate", "--nproc", 9999)
