@@ -336,9 +336,7 @@ def trl(bench: dict[str, Any], work: Path) -> None:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    marks: list[float] = []
-    core: list[float] = []
-    began: list[float] = []
+    marks, core, began = [], [], []
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -372,11 +370,10 @@ def trl(bench: dict[str, Any], work: Path) -> None:
     )
     ids = [tokens for tokens, _ in rows]
     columns = {"input_ids": ids, "labels": ids} | ({"seq_lengths": [lengths for _, lengths in rows]} if packed else {})
-    data = Dataset.from_dict(columns)
     trainer = SFTTrainer(
         _model(bench, work),
         args=arguments,
-        train_dataset=data,
+        train_dataset=Dataset.from_dict(columns),
         processing_class=AutoTokenizer.from_pretrained(bench["tokenizer"]),
         callbacks=[Clock()],
     )

@@ -55,8 +55,8 @@ def same(root: Path, name: str, reference: str) -> None:
 
 
 @needs_aio
-@pytest.mark.slow
-@pytest.mark.timeout(1800)  # the first time a helper is compiled
+@pytest.mark.full
+@pytest.mark.timeout(1800)  # the first time a helper is compiled: up to ten minutes on two cores
 @pytest.mark.usefixtures("helper")
 def test_on_a_disk(tmp_path: Path) -> None:
     # Wide enough for matrices that DeepSpeed thinks worth a transfer: 1 MiB a rank.
