@@ -28,6 +28,7 @@ def resolve_batch(
     batch, rows_per_sample = batch or config.batch, config.algorithm.rows_per_sample
     tokens = (IMAGE_TOKENS if config.images_alone else config.data.max_length) * rows_per_sample
     total, micro, accumulation = batch.global_samples, batch.micro_batch, batch.accumulation
+    ranks = f"{data_ranks} data rank{'s' * (data_ranks > 1)}"
     if batch.global_tokens is not None:
         unit = "data.max_length" if rows_per_sample == 1 else f"{rows_per_sample} × data.max_length ="
         what = f"global_tokens {batch.global_tokens} is not a multiple of {unit} {tokens}"
@@ -36,19 +37,17 @@ def resolve_batch(
         micro = micro or 1
         accumulation = accumulation or least_rounds(micro * data_ranks, config.algorithm.samples_in_turn, in_flight)
         total = micro * accumulation * data_ranks
-        why.append(
-            f"global batch follows the devices: {micro} micro-batch × {accumulation} accumulation × {data_ranks} data ranks = {total}"
-        )
+        why.append(f"global batch follows the devices: {micro} micro-batch × {accumulation} accumulation × {ranks} = {total}")
     elif micro and accumulation:
         if (product := micro * accumulation * data_ranks) != total:
-            what = f"global batch {total} is not micro_batch {micro} × accumulation {accumulation} × {data_ranks} data ranks = {product}"
+            what = f"global batch {total} is not micro_batch {micro} × accumulation {accumulation} × {ranks} = {product}"
             raise PlanError(what, where="batch", fix="leave one of the three out, or make both sides equal")
     elif micro or accumulation:
         name, given = ("micro_batch", micro) if micro else ("accumulation", accumulation or 1)
-        other = _divide(total, given * data_ranks, f"{name} {given} × {data_ranks} data ranks")
+        other = _divide(total, given * data_ranks, f"{name} {given} × {ranks}")
         micro, accumulation = micro or other, accumulation or other
     else:
-        per_rank = _divide(total, data_ranks, f"{data_ranks} data ranks")
+        per_rank = _divide(total, data_ranks, ranks)
         fits = [m for m in divisors(per_rank) if m * tokens <= TOKENS_AT_ONCE and per_rank // m >= in_flight]
         micro = max(fits, default=1)
         accumulation = per_rank // micro

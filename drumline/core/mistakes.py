@@ -51,7 +51,9 @@ def first_mistake(error: ValidationError, where: Where) -> ConfigError:
     details.sort(key=lambda d: d["type"] != "extra_forbidden")
     place, kind = _place(details[0]["loc"])
     what, fix = _describe(details[0], place, kind)
-    if more := len({_place(detail["loc"]) for detail in details}) - 1:  # a value that is of none of several types is one mistake
+    places = {_place(detail["loc"])[0] for detail in details}  # a value that is of none of several types is one mistake
+    # A list whose item is wrong also counts as too short.
+    if more := sum(not any(other[: len(each)] == each for other in places - {each}) for each in places) - 1:
         what += f" (and {more} more mistake{'s' * (more > 1)})"
     return ConfigError(what, where=where(place), fix=fix or None)
 

@@ -29,9 +29,8 @@ class BatchPlan(Frozen):
 
     def rule(self, data_ranks: int) -> str:
         """The product rule with its numbers, for the plan line."""
-        return (
-            f"{self.global_samples} samples = {self.micro_batch} micro-batch × {self.accumulation} accumulation × {data_ranks} data ranks"
-        )
+        ranks = f"{data_ranks} data rank{'s' * (data_ranks > 1)}"
+        return f"{self.global_samples} samples = {self.micro_batch} micro-batch × {self.accumulation} accumulation × {ranks}"
 
 
 class DataIdentity(Frozen):

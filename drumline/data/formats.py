@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from drumline.core.data import PAIR_FORMS, TEXT_FORMS, Forms
+from drumline.data.rivals import rivals
 from drumline.data.turns import TURN, are_texts, calls_of, messages_of, read_talk, rounds_of, transcribed
 from drumline.errors import DataError
 
@@ -275,6 +276,8 @@ def _sharegpt(there: Values, wants: str, origin: str) -> Found | None:
 
 
 def _verdict(there: Values, wants: str, origin: str) -> Found | None:
+    laid, own = rivals(there) or ({}, set())
+    there = {**there, **laid}
     prompt = _first(there, (*PROMPTS, "history", "context"), str | list)
     names = next((each for each in VERDICTS if set(each[:3]) <= there.keys()), None)
     whole = names is not None and all(isinstance(there[side], list) for side in names[:2])  # the prompt is in them
@@ -294,7 +297,7 @@ def _verdict(there: Values, wants: str, origin: str) -> Found | None:
     made = {"chosen": there[chosen], "rejected": there[rejected]}
     if not whole:
         made["prompt"] = there[prompt or ""]
-    return made, {prompt or "", one, other, column}
+    return made, own or {prompt or "", one, other, column}
 
 
 def _ranked(there: Values, wants: str, origin: str) -> Found | None:

@@ -35,6 +35,10 @@ def serve(run: Path, host: str, port: int, trust: bool) -> int:
         )
     with bars(Console(stderr=True)) as on_progress:
         folder = str(exported(run, False, on_progress, trust).absolute())
+    if not vllm:  # which lists the models of that folder, and takes one that is not there for a mistake of its own
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)
     module = "vllm.entrypoints.cli.main" if vllm else "transformers.cli.transformers"
     options = ["--host", host, "--port", str(port), *["--trust-remote-code"] * trust, *["--served-model-name", folder] * vllm]
     by = "vLLM" if vllm else "transformers"

@@ -59,6 +59,7 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     (DATA + "model: {revision: 1234567}\n", [], ["1234567 given, text is wanted", "put it in quotes"]),
     (DATA + "launch: {kind: slurm, time: 8h}\n", [], ["launch.time: '8h' is not written as it must be — Time limit: minutes, 8:00:00"]),
     (DATA + "launch: {kind: kubernetes, image: ''}\n", [], ["launch.image: '' has 0 characters, at least 1 is wanted"]),
+    (DATA + "launch: {kind: ssh, hosts: [a:x]}\n", [], ["'a:x' is no host: write a name, user@name, or name:8 for its number of devices"]),
     (DATA + "launch: {kind: ssh, hosts: [a], port: 65535}\n", [], ["launch.port: 65535 given, 65534 or less is wanted"]),
     (DATA + "model: 3\n", [], ["3 given, keys and values are wanted", "trust_remote_code"]),
     (DATA + "optimizer:\n", [], ["nothing given", "leave it out"]),
@@ -111,7 +112,11 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     (DATA, ["model.revision=a: b: c"], ["override model.revision=a: b: c", "not readable as YAML", "quotes"]),
     (DATA, ["strategy.bucket_cap_mb=3"], ["override strategy.bucket_cap_mb=3", "add kind: ddp"]),
     (DATA, ["data.train.3.limit=2"], ["the list has 1 item, no '3'"]),
-    ("data: {path: x.jsonl}\nmodel: foo\nrun: {steps: 2}\n", [], ["data.path", "it is a source's, which stands under `train`"]),
+    (
+        "data: {path: x.jsonl}\nmodel: foo\nrun: {steps: 2}\n",
+        [],
+        ["data.path", "it is a source's, which stands under `train`", "(and 1 more mistake)"],
+    ),
     (DATA, ["data.train.0.path.foo=x"], ["data.train.0.path has no keys", "'x.jsonl'"]),
     (DATA, ["data.eval.0.path=x"], ["data.eval is no list yet", "data.eval=[…]"]),
     (DATA, ["run.steps=0", "run.steps=-1"], ["override run.steps=-1"]),
@@ -124,7 +129,7 @@ def test_a_mistake_is_one_line(text: str, overrides: list[str], says: list[str])
         load_text(text, overrides, "c.yaml")
     line = error.value.line()
     assert "\n" not in line and error.value.exit_code == 2
-    assert all(part in line for part in says), line
+    assert all(part in line for part in says) and ("more mistake" in line) == ("more mistake" in says[-1]), line
 
 
 def test_names_of_other_tools_lead_to_keys_that_are_there() -> None:

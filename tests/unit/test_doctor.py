@@ -189,6 +189,8 @@ def test_a_sample_that_speaks_of_a_fault_is_none() -> None:
     assert found('Q: why do I get "CUDA out of memory"? A: a smaller batch helps.\n') == []
     retried = "('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))' thrown while requesting GET https://hub/x\n"
     assert found(retried) == []
+    before = "Retrying (Retry(total=2)) after connection broken by 'ProtocolError(104, 'Connection reset by peer')': /api/models/x\n"
+    assert found(before) == [] and names(found(before + PEER)) == ["peer-closed"]
 
 
 def test_a_line_across_two_pieces_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,8 +77,35 @@ SHAPES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         [{"conversation_a": [in_parts(ASK), in_parts(NO)], "conversation_b": [in_parts(ASK), in_parts(SAY)], "winner": "model_b"}],
         ["GOOD", "BAD"],
     ),
+    "WebGPT": (
+        [{"question": {"dataset": "d", "full_text": "q?"}, "answer_0": "BAD", "answer_1": "GOOD", "score_0": -0.5, "score_1": 0.5}],
+        ["GOOD", "BAD"],
+    ),
+    "summarize_from_feedback": (
+        [
+            {
+                "info": {"post": "q?", "article": None},
+                "summaries": [{"text": "BAD", "policy": "p"}, {"text": "GOOD", "policy": "r"}],
+                "choice": 1,
+            }
+        ],
+        ["GOOD", "BAD"],
+    ),
+    "arena-55k": (
+        [
+            {
+                "prompt": '["q?"]',
+                "response_a": '["BAD"]',
+                "response_b": '["GOOD"]',
+                "winner_model_a": 0,
+                "winner_model_b": 1,
+                "winner_tie": 0,
+            }
+        ],
+        ["GOOD", "BAD"],
+    ),
 }
-PAIRS = ("prometheus", "stack-exchange", "UltraInteract", "arena-140k")
+PAIRS = ("prometheus", "stack-exchange", "UltraInteract", "arena-140k", "WebGPT", "summarize_from_feedback", "arena-55k")
 
 
 def learned(path: Path, forms: Forms) -> list[str]:
