@@ -129,7 +129,7 @@ class Progress:
             mean = f" (mean {_mean(shown):.3f})" if shown else ""
             self._print(
                 f"step {event.step}/{steps or '?'}  loss {_number(loss, '.4f')}{mean}  lr {event.lr:.3g}"
-                f"  |g| {_number(event.grad_norm)}  {event.tokens_per_s:.0f} tok/s  ETA {self._eta()}  memory {self._memory()}"
+                f"  |g| {_number(event.grad_norm)}  {_speed(event)}  ETA {self._eta()}  memory {self._memory()}"
                 + (f"  sent {size(event.sent_bytes)}" if event.sent_bytes else "")
             )
 
@@ -314,7 +314,8 @@ class Progress:
         if self.evals:
             table.add_row("held out", _text(f"{_metrics(self.evals[-1])} (step {self.evals[-1].step})"))
         mfu = f" · MFU {now.mfu:.1%}" if now.mfu else ""
-        table.add_row("speed", f"{now.tokens_per_s:,.0f} tokens/s · {now.samples_per_s:.2f} samples/s{mfu}")
+        samples = f" · {now.samples_per_s:.2f} samples/s" if now.tokens != now.samples else ""
+        table.add_row("speed", f"{_speed(now)}{samples}{mfu}")
         computed = "compute" if now.comm_s is not None else "compute and waiting for others"
         waited = f" · waiting for others {now.comm_s:.2f} s" if now.comm_s is not None else ""
         table.add_row("time", f"data {now.data_s:.2f} s · {computed} {now.compute_s:.2f} s{waited}")
@@ -375,3 +376,9 @@ def _metrics(event: events.Eval) -> str:
 def _number(value: Any, form: str = ".4g") -> str:
     """A number of an event as text: null is NaN there, and inf a string."""
     return "NaN" if value is None else format(value, form) if isinstance(value, float | int) else str(value)
+
+
+def _speed(step: events.Step) -> str:
+    """Of a module of the user's own a sample may be all there is to count."""
+    one_each = step.tokens == step.samples
+    return f"{step.samples_per_s:.4g} samples/s" if one_each else f"{step.tokens_per_s:,.0f} tokens/s"

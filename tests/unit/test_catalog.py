@@ -82,6 +82,7 @@ WRONG = {
     "0x8xh100": ["cluster.nodes"],
     "[4090]": ["c.yaml:2: cluster", "a list of 1 given"],
     "4": ["no device '4'"],
+    "8x4090+8xh100": ["'4090+8xh100' is of several kinds: a cluster has one kind of device"],
     "true": ["true given", "keys and values"],
     "{device: 4090, per_node: 4, intra: nvlink4}": ["4090 has no nvlink4", "its usual link is pcie4"],
     "{device: h100, per_node: 8, intra: infinity-fabric}": ["h100-80g has no infinity-fabric"],
