@@ -20,6 +20,7 @@ from drumline.launchers.hangs import Hang, Seen, name_hang
 MOST_LOOK = 0.5  # seconds that count between two looks: where this process did not run for longer, ranks may not have run either
 STARVED_AFTER = 1.0  # seconds after a beat; most phases are over by then, and nothing has to be read of them
 ELSEWHERE_SECONDS = 5.0  # for other hosts to name one of theirs first, or to answer that one is at work
+DOUBT_SECONDS = 1.0  # between two looks until then
 ANSWER_SECONDS = 3.0  # for stacks and collectives
 
 
@@ -81,9 +82,9 @@ class Watch:
         if not beating:
             return None
         # Those that are furthest behind hold up the others, who may wait for longer than they ever did.
-        at_work = {rank: place for rank, place in beating.items() if beats.PHASES[self._int(place, beats.PHASE)] != "done"}
-        last = min((self._int(place, beats.STEP) for place in at_work.values()), default=0)
-        behind = [(place, running[rank]) for rank, place in at_work.items() if self._int(place, beats.STEP) == last]
+        busy = {rank: place for rank, place in beating.items() if beats.PHASES[self._int(place, beats.PHASE)] != "done"}
+        last = min((self._int(place, beats.STEP) for place in busy.values()), default=0)
+        behind = [(place, running[rank]) for rank, place in busy.items() if self._int(place, beats.STEP) == last]
         if min((self._late(*each) for each in behind), default=0.0) <= 0 and not any(self._suspended(*each) for each in behind):
             self.doubted = None
             return None
@@ -96,9 +97,12 @@ class Watch:
         if hang.sure:
             return hang
         self.doubted = now if self.doubted is None else self.doubted
-        if any(seen.elsewhere for seen in hang.seen):
-            self.look_again = now + ELSEWHERE_SECONDS
-        return None if now < max(self.look_again, self.doubted + ELSEWHERE_SECONDS) else hang
+        at_work = any(seen.elsewhere for seen in hang.seen)
+        if not at_work and now >= self.doubted + ELSEWHERE_SECONDS:
+            return hang
+        # Each look has all ranks write their stacks.
+        self.look_again = now + ELSEWHERE_SECONDS if at_work else min(now + DOUBT_SECONDS, self.doubted + ELSEWHERE_SECONDS)
+        return None
 
     def _late(self, place: int, pid: int) -> float:
         """Seconds beyond the limit. On a host with too much to do, those that a thread of the rank waited for a core are not its own: the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import socket
 import threading
 import time
@@ -177,6 +178,12 @@ def test_a_digest_is_of_names_sizes_and_contents(tmp_path: Path, monkeypatch: py
 def test_what_is_no_host_is_refused(hosts: list[str]) -> None:
     with pytest.raises(ConfigError, match="launch"):
         load_values({**DATA, "launch": {"kind": "ssh", "hosts": hosts}}, [])
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh (apt-get install openssh-client)")
+def test_a_port_that_is_held_is_said_before_data_are_prepared() -> None:
+    with listen(None) as held, pytest.raises(EnvironmentFault, match=r"launch\.port: port \d+ is held by pid \d+"):
+        SSHLauncher(hosts=("127.0.0.1",), port=held.getsockname()[1]).make_hosts()
 
 
 def test_the_command_of_a_host_is_quoted() -> None:

@@ -20,6 +20,7 @@ from drumline.core.redact import redact
 from drumline.errors import EnvironmentFault
 from drumline.hardware.detect import Machine
 from drumline.launchers import lease
+from drumline.launchers.environment import listen
 from drumline.launchers.hosts.coordinator import AGENT, LEAVE_SECONDS, Hosts
 from drumline.launchers.hosts.elastic import ElasticHosts
 from drumline.launchers.hosts.facts import facts, machine_of, require_same_versions
@@ -91,7 +92,10 @@ def make_hosts(spec: SSHLauncher, known: Message | None = None) -> Hosts:
     peers = [each[0] for each in found.values() if each]
     here = {known["name"]} if known else {place for place, each in found.items() if each and is_here(each[0])}
     ssh = SSH(spec, here)
-    given = (spec.places, ssh, _own_address(spec, peers), spec.port, spec.interface, peers)
+    own_address = _own_address(spec, peers)
+    if known is None and spec.port is not None:
+        listen(spec.port, own_address).close()  # ranks take it, after data are prepared
+    given = (spec.places, ssh, own_address, spec.port, spec.interface, peers)
     if spec.nodes is None:
         hosts = Hosts(*given)
     else:
