@@ -221,6 +221,50 @@ class ForwardPipeline(PartOfPipeline):
             stage.train(mode)
 
 
+class LeanStage(pipelining.PipelineStage):
+    """torch makes room for what all micro-batches of a step receive, both ways, before the first. Here each gets its own when it is about
+    to receive, and gives it back after its backward: what 1F1B holds does not grow with accumulation."""
+
+    def _setup_forward_recv_info(self, *given: Any) -> None:
+        with self._no_room():
+            super()._setup_forward_recv_info(*given)
+
+    def _create_grad_recv_info(self, *given: Any) -> Any:
+        with self._no_room():
+            return super()._create_grad_recv_info(*given)
+
+    @contextlib.contextmanager
+    def _no_room(self) -> Iterator[None]:
+        place, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = place
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._move(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._move(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        inputs = [info.buffer for info in self.args_recv_info[bwd_chunk_id] if info.buffer is not None]
+        for received in (self.args_recv_info[bwd_chunk_id], self.grad_recv_info.get(bwd_chunk_id, ())):
+            self._move(received, torch.device("meta"))
+        if full_backward:
+            # The graph of a loss, which the schedule keeps to the end of the step, holds them.
+            for tensor in inputs:
+                tensor.untyped_storage().resize_(0)
+
+    def _move(self, received: Iterable[Any], place: torch.device) -> None:
+        for info in received:
+            if info.buffer is not None and info.buffer.is_meta != (place.type == "meta"):
+                info.buffer = torch.empty_like(info.buffer, device=place)
+
+
 class PipelineEngine(ForwardPipeline, NativeEngine):
     """Engine over a rank's stages. What it does not override is done as on one process, to the parameters that this rank holds."""
 
@@ -239,7 +283,7 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         hidden = torch.empty(B, T, self.cuts.width, dtype=self.dtype, device="meta", requires_grad=True)
         loss = torch.empty(1, device="meta", requires_grad=True)
         made = [
-            pipelining.PipelineStage(
+            LeanStage(
                 module,
                 self.rank + turn * self.ranks,
                 len(plan.pipeline.layers),

@@ -71,6 +71,10 @@ ROWS: dict[str, Row] = {
     "ddp x tp, sharded optimizer": Row({"kind": "ddp", "tp": 2, "shard_optimizer": True}, 4, within=0.08),
     "pp": Row({"kind": "pp"}, 2, {"batch": {"global_samples": 8, "micro_batch": 2}}, within=0.12),
     "pp, interleaved": Row({"kind": "pp", "schedule": "interleaved"}, 2, {"batch": {"global_samples": 8, "micro_batch": 2}}, within=0.12),
+    "pp, accumulation 16, full": Row({"kind": "pp"}, 2, FULL | {"batch": {"global_samples": 32, "micro_batch": 2}}, within=0.06),
+    "pp, zero bubble, full": Row(
+        {"kind": "pp", "schedule": "zero_bubble"}, 2, FULL | {"batch": {"global_samples": 16, "micro_batch": 2}}, within=0.12
+    ),
     "single, pure bf16, kahan, full": Row({"kind": "single"}, 1, {"precision": {**PURE["precision"], "rounding": "kahan"}} | FULL),
     "fsdp2, pure bf16": Row({"kind": "fsdp2"}, 2, PURE, within=0.12),
     "ddp, adamw_8bit": Row({"kind": "ddp"}, 2, {"optimizer": {"kind": "adamw_8bit"}}),

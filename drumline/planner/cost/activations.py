@@ -123,7 +123,9 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
     # Of a micro-batch, the part that a feed-forward works on at once.
     chunk = min(1.0, memory.mlp_chunk * layout.mesh.cp / (layout.rows * layout.length)) if memory.mlp_chunk else 0.0
     moves = None if not memory.activation_offload else layout.device == "cuda"
-    kinds = kind_of(layout), layout.activation_checkpointing
+    # Zero bubble takes the gradients of weights later, and keeps for them what was computed again.
+    again = "none" if layout.pipeline and layout.pipeline.schedule == "zero_bubble" else layout.activation_checkpointing
+    kinds = kind_of(layout), again
     return _formula(facts, *kinds, layout.length, kept, adapter, layout.mesh.tp, layout.stream_parts, chunk, moves, between)
 
 

@@ -169,18 +169,19 @@ def _phases(
         in_flight, number = 0.0, 1
     else:
         in_flight, number = flying(layout, rank, blocks)
-        saved = tokens * (kept.saved_block * in_flight + kept.saved_ends * (number - 1))
+        # Only the last stage has a norm and a head behind its blocks.
+        ends = tokens * kept.saved_ends * (mine.last or kept.offloaded > 0)
+        saved = tokens * kept.saved_block * in_flight + ends * (number - 1)
         if layout.pipeline is not None:
-            # Hidden states between stages: torch makes room for those of all micro-batches at once, both ways, and where a rank has more
-            # than one stage it keeps what it has sent to the end of the step.
+            # Hidden states between stages: what came in until its backward, a gradient that comes back, and what goes out; where a rank has
+            # more than one stage torch keeps what it has sent to the end of the step.
             per_rank, width = layout.pipeline.stages_per_rank, 2 if kind_of(layout) == "low" else 4
-            arriving = 2 * per_rank - (rank == 0) - (rank == layout.mesh.pp - 1)
-            at_once = 1 if layout.pipeline.schedule == "model_parallel" else layout.batch.accumulation
-            saved += tokens * facts.hidden * width * (arriving * at_once * (1 if per_rank == 1 else 2) + number)
+            before, behind = per_rank - (rank == 0), per_rank - (rank == layout.mesh.pp - 1)
+            sent = number if per_rank == 1 else (before + behind) * layout.batch.accumulation
+            saved += tokens * facts.hidden * width * (before * number + behind + sent)
         if mine.first and facts.vision_language:
             saved += IMAGE_SHARE * tokens * tower_bytes(facts, layout.precision != "fp32")
         running, returning = tokens * kept.live_forward, tokens * kept.live_backward
-        ends = tokens * kept.saved_ends
         head, tail, left = _head(layout, facts, mine, tokens, kept)
     accumulates = layout.batch.accumulation > 1 and not (layout.pipeline and layout.pipeline.schedule == "gpipe")
     every, there = state.gradients, state.gradients if accumulates else buffers.early
