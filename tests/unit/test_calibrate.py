@@ -48,7 +48,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "drumline"
 
 
-@pytest.mark.slow
+@pytest.mark.full  # a processor that emulates 16-bit products takes minutes; what ranks do in it is tried below
 def test_two_ranks_measure_and_planning_reads_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a GPU machine measures its processor here, too
     monkeypatch.setitem(ENV, "CUDA_VISIBLE_DEVICES", "")
