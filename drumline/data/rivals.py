@@ -19,8 +19,9 @@ def rivals(there: Values) -> tuple[dict[str, Any], set[str]] | None:
         used = {"question", "answer_0", "answer_1", "score_0", "score_1"}
         return _laid(question.get("full_text"), there["answer_0"], there["answer_1"], _better(there["score_0"], there["score_1"])), used
     if isinstance(info, Mapping) and isinstance(summaries, list) and len(summaries) == 2 and "choice" in there:
-        texts = [each.get("text") if isinstance(each, Mapping) else None for each in summaries]
-        return _laid(info.get("post") or info.get("article"), *texts, "ab"[there["choice"] == 1]), {"info", "summaries", "choice"}
+        one, other = (each.get("text") if isinstance(each, Mapping) else None for each in summaries)
+        asked = info.get("post") or info.get("article")
+        return _laid(asked, one, other, "ab"[there["choice"] == 1]), {"info", "summaries", "choice"}
     if there.keys() >= {"prompt", "response_a", "response_b", *BY_MODEL}:
         talks = [_talk(there["prompt"], there[side]) for side in ("response_a", "response_b")]
         if None not in talks:

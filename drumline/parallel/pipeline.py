@@ -251,8 +251,9 @@ class LeanStage(pipelining.PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        inputs = [info.buffer for info in self.args_recv_info[bwd_chunk_id] if info.buffer is not None]
-        for received in (self.args_recv_info[bwd_chunk_id], self.grad_recv_info.get(bwd_chunk_id, ())):
+        arrived = self.args_recv_info[bwd_chunk_id]
+        inputs: list[Any] = [info.buffer for info in arrived if _has_room(info)]
+        for received in (arrived, self.grad_recv_info.get(bwd_chunk_id, ())):
             self._move(received, torch.device("meta"))
         if full_backward:
             # The graph of a loss, which the schedule keeps to the end of the step, holds them.
@@ -260,9 +261,14 @@ class LeanStage(pipelining.PipelineStage):
                 tensor.untyped_storage().resize_(0)
 
     def _move(self, received: Iterable[Any], place: torch.device) -> None:
-        for info in received:
-            if info.buffer is not None and info.buffer.is_meta != (place.type == "meta"):
+        for info in filter(_has_room, received):
+            if info.buffer.is_meta != (place.type == "meta"):
                 info.buffer = torch.empty_like(info.buffer, device=place)
+
+
+def _has_room(info: Any) -> bool:
+    """Whether it is for a tensor that another stage sends."""
+    return getattr(info, "buffer", None) is not None
 
 
 class PipelineEngine(ForwardPipeline, NativeEngine):
