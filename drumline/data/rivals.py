@@ -20,8 +20,8 @@ def rivals(there: Values) -> tuple[dict[str, Any], set[str]] | None:
         return _laid(question.get("full_text"), there["answer_0"], there["answer_1"], _better(there["score_0"], there["score_1"])), used
     if isinstance(info, Mapping) and isinstance(summaries, list) and len(summaries) == 2 and "choice" in there:
         one, other = (each.get("text") if isinstance(each, Mapping) else None for each in summaries)
-        asked = info.get("post") or info.get("article")
-        return _laid(asked, one, other, "ab"[there["choice"] == 1]), {"info", "summaries", "choice"}
+        prompt = info.get("post") or info.get("article")
+        return _laid(prompt, one, other, "ab"[there["choice"] == 1]), {"info", "summaries", "choice"}
     if there.keys() >= {"prompt", "response_a", "response_b", *BY_MODEL}:
         talks = [_talk(there["prompt"], there[side]) for side in ("response_a", "response_b")]
         if None not in talks:
@@ -38,10 +38,10 @@ def _better(one: Any, other: Any) -> str:
     return "tie" if one == other else "ab"[other > one]
 
 
-def _talk(asked: Any, said: Any) -> list[dict[str, str]] | None:
+def _talk(questions: Any, answers: Any) -> list[dict[str, str]] | None:
     """The conversation of two lists of texts, in JSON; None of anything else."""
     try:
-        lists = json.loads(asked), json.loads(said)
+        lists = json.loads(questions), json.loads(answers)
     except (TypeError, ValueError, RecursionError):
         return None
     if not all(isinstance(texts, list) and texts for texts in lists) or len(lists[0]) != len(lists[1]):
