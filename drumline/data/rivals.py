@@ -21,7 +21,7 @@ def rivals(there: Values) -> tuple[dict[str, Any], set[str]] | None:
     if isinstance(info, Mapping) and isinstance(summaries, list) and len(summaries) == 2 and "choice" in there:
         one, other = (each.get("text") if isinstance(each, Mapping) else None for each in summaries)
         prompt = info.get("post") or info.get("article")
-        return _laid(prompt, one, other, "ab"[there["choice"] == 1]), {"info", "summaries", "choice"}
+        return _laid(prompt, one, other, _better(0.5, there["choice"])), {"info", "summaries", "choice"}
     if there.keys() >= {"prompt", "response_a", "response_b", *BY_MODEL}:
         talks = [_talk(there["prompt"], there[side]) for side in ("response_a", "response_b")]
         if None not in talks:
@@ -35,7 +35,12 @@ def _laid(prompt: Any, one: Any, other: Any, winner: str) -> dict[str, Any]:
 
 
 def _better(one: Any, other: Any) -> str:
-    return "tie" if one == other else "ab"[other > one]
+    """`?`, which is refused as a verdict, where these are no numbers."""
+    try:
+        first, second = float(one), float(other)
+    except (TypeError, ValueError):
+        return "?"
+    return "tie" if first == second else "ab"[second > first]
 
 
 def _talk(questions: Any, answers: Any) -> list[dict[str, str]] | None:

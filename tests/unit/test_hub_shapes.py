@@ -163,6 +163,14 @@ def test_a_part_of_a_row_is_not_learned_for_the_whole(tmp_path: Path, row: dict[
     assert says in caught.value.line()
 
 
+@pytest.mark.parametrize("scores", [(0.5, "high"), ([1], 0.5)])
+def test_scores_that_are_no_numbers_are_one_line(tmp_path: Path, scores: tuple[Any, Any]) -> None:
+    row = {"question": {"full_text": "q?"}, "answer_0": "a", "answer_1": "b", "score_0": scores[0], "score_1": scores[1]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match="names no better answer"):
+        learned(tmp_path / "rows.jsonl", PAIR_FORMS)
+
+
 def test_names_in_capitals_stay_for_rewards(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"Question": "q?", "Answer": "4", "Level": 2}) + "\n")
     (row,) = read_rows(FileSource(path="rows.jsonl"), tmp_path, PROMPT_FORMS)
