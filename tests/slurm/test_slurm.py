@@ -348,7 +348,7 @@ def test_a_rank_that_fails_again_ends_the_job(cluster: Slurm, tmp_path: Path) ->
     found = cluster.wait(job, *ENDED)
     log = (run / "logs" / f"job-{job}.log").read_text()
     assert found["ExitCode"] == "1:0", log
-    assert "error: rank 1 on host n2 failed after step 7: ValueError: rank 1 does not like step 7" in log
+    assert "error: rank 1 on host n2 failed after step 7: ValueError in stepping_worker.py:" in log
     assert log.count("Traceback (most recent call last)") == 2 and "the same failure came twice" in log
     followed = end(start(cluster, *DRUMLINE, "follow", run))
     assert followed.code == 1
