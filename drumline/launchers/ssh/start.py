@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -44,8 +45,14 @@ class SSH:
         # Whose agent's words are; before it is there they are the reason of an error.
         self.shown: Callable[[str], bool] = lambda name: False
         self._agents: dict[str, Helper] = {}
+        self._starting, self._closed = threading.Lock(), False
 
     def start(self, name: str, settings: Message) -> None:
+        with self._starting:  # another thread asks for hosts that are not there, until all are sent away
+            if not self._closed:
+                self._start(name, settings)
+
+    def _start(self, name: str, settings: Message) -> None:
         if name in self._agents:
             self._agents.pop(name).end()
         here = name in self.here
@@ -67,6 +74,8 @@ class SSH:
         return None if agent is None or agent.poll() is None else redact(agent.last()) or f"its agent ended with {agent.returncode}"
 
     def close(self) -> None:
+        with self._starting:
+            self._closed = True
         until = time.monotonic() + LEAVE_SECONDS
         for agent in self._agents.values():
             exit_code(agent, max(0.0, until - time.monotonic()))
