@@ -106,6 +106,10 @@ class ClusterConfig(Section):
         own = info.data.get("devices", {})
         if device is None or device in own or catalog.plain(device) == catalog.CPU or catalog.device(device) is not None:
             return device
+        if re.search(r"[+,;]", device):
+            raise ValueError(
+                f"{device!r} is of several kinds: a cluster has one kind of device — take the one with the least memory for all"
+            )
         raise ValueError(_unknown("device", device, [*own, *catalog.DEVICES, catalog.CPU]))
 
     @field_validator("intra", "inter")
@@ -169,8 +173,6 @@ def _no_link(name: str, own: list[str]) -> str:
 
 
 def _unknown(what: str, name: str, known: list[str], besides: str = "") -> str:
-    if what == "device" and re.search(r"[+,;]", name):
-        return f"{name!r} is of several kinds: a cluster has one kind of device — take the one with the least memory for all"
     meant = catalog.nearest(name, known)
     fix = f"did you mean {' or '.join(meant)}?" if meant else f"there are {', '.join(known)}{besides}."
     return f"no {what} {name!r} in the catalog — {fix} Others can be described under cluster.{what}s"

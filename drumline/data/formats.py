@@ -276,12 +276,14 @@ def _sharegpt(there: Values, wants: str, origin: str) -> Found | None:
 
 
 def _verdict(there: Values, wants: str, origin: str) -> Found | None:
+    if wants != "pair":
+        return None
     laid, own = rivals(there) or ({}, set())
     there = {**there, **laid}
     prompt = _first(there, (*PROMPTS, "history", "context"), str | list)
     names = next((each for each in VERDICTS if set(each[:3]) <= there.keys()), None)
     whole = names is not None and all(isinstance(there[side], list) for side in names[:2])  # the prompt is in them
-    if wants != "pair" or names is None or (prompt is None and not whole):
+    if names is None or (prompt is None and not whole):
         return None
     one, other, column, marks = names
     verdict = there[column]

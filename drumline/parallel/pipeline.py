@@ -242,33 +242,30 @@ class LeanStage(pipelining.PipelineStage):
             self.device = place
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._move(self.args_recv_info[fwd_chunk_id], self.device)
+        _move(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self._move(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
+        _move(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        arrived = self.args_recv_info[bwd_chunk_id]
-        inputs: list[Any] = [info.buffer for info in arrived if _has_room(info)]
-        for received in (arrived, self.grad_recv_info.get(bwd_chunk_id, ())):
-            self._move(received, torch.device("meta"))
-        if full_backward:
-            # The graph of a loss, which the schedule keeps to the end of the step, holds them.
-            for tensor in inputs:
+        _move(self.grad_recv_info.get(bwd_chunk_id, ()), torch.device("meta"))
+        for tensor in _move(self.args_recv_info[bwd_chunk_id], torch.device("meta")):
+            if full_backward:  # the graph of a loss, which the schedule keeps to the end of the step, holds it
                 tensor.untyped_storage().resize_(0)
 
-    def _move(self, received: Iterable[Any], place: torch.device) -> None:
-        for info in filter(_has_room, received):
-            if info.buffer.is_meta != (place.type == "meta"):
-                info.buffer = torch.empty_like(info.buffer, device=place)
 
-
-def _has_room(info: Any) -> bool:
-    """Whether it is for a tensor that another stage sends."""
-    return getattr(info, "buffer", None) is not None
+def _move(received: Iterable[Any], place: torch.device) -> list[torch.Tensor]:
+    """Give what another stage sends its room on another device; the tensors that were its room before. Ids come from no stage."""
+    before = []
+    for info in received:
+        buffer = getattr(info, "buffer", None)
+        if buffer is not None and buffer.is_meta != (place.type == "meta"):
+            before.append(buffer)
+            info.buffer = torch.empty_like(buffer, device=place)
+    return before
 
 
 class PipelineEngine(ForwardPipeline, NativeEngine):

@@ -47,17 +47,12 @@ def four(net: dict[str, Host]) -> Iterator[dict[str, Host]]:
 def wait_for_end(found: list[Host], run: Path) -> None:
     """A run whose launcher is not this process's child has finished, and nothing of it is left on these hosts."""
     assert wait_for(run, "run_end", STEPS)["status"] == "finished"
-    assert not left_on(found, 60)
-    assert not (run / "run.lock").exists()
-
-
-def left_on(found: list[Host], seconds: float) -> list[str]:
-    """The processes that are still on these hosts once `seconds` have gone by, if there are any so long."""
-    until, left = time.time() + seconds, [""]
+    until, left = time.time() + 60, [""]
     while left and time.time() < until:
         left = [line for host in found for line in host.processes("drumline.")]
         time.sleep(0.2)
-    return left
+    assert not left
+    assert not (run / "run.lock").exists()
 
 
 def test_the_launcher_s_host_dies_and_comes_back_and_the_next_one_dies(four: dict[str, Host], tmp_path: Path) -> None:
@@ -125,7 +120,7 @@ def test_a_launcher_that_is_cut_off_from_most_leaves_the_run_to_them(four: dict[
     four["a"].link(up=False)
     code, out = ended(process, GONE_SECONDS)
     assert code == 1 and "error: 1 of 4 hosts are there: left to the others" in out, out
-    assert not left_on([four["a"]], 10)  # what it started dies with it, a moment later
+    assert not four["a"].processes("drumline.")
     taken = wait_for(run, "takeover", 0)
     assert wait_for(run, "run_start", 0, after=taken["t"])["world_size"] == 3
     (tmp_path / "slow").unlink()
