@@ -41,12 +41,14 @@ from drumline.checkpoint.remote import Remote
 from drumline.checkpoint.retention import Retention, best_of
 from drumline.checkpoint.staging import Staging
 from drumline.checkpoint.storage import Writer, records_of
+from drumline.core.heartbeat import TIMES, alive
 from drumline.errors import CheckpointError, EnvironmentFault
 
 # Free space that a save requires, as a multiple of its estimated bytes.
 HEADROOM = 1.2
 # Bytes of a stored tensor besides its numbers (zip headers, alignment, its entry in the index); measured 1.6 KB.
 OVERHEAD_BYTES = 2048
+PATIENCE_SECONDS = 60.0  # for the save in flight, at least
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class Checkpointer:
         self.remote = Remote(url, keep, keep_best, mode) if url else None
         self.staging = Staging()
         self._thread: threading.Thread | None = None
+        self._longest = 0.0  # seconds of a save that was written in the background
         self._ended: SaveResult | None = None
         self._results: list[SaveResult] = []
         try:
@@ -189,9 +192,13 @@ class Checkpointer:
 
     def _join(self) -> None:
         if self._thread:
+            # A disk may be slower than it was, but not without end.
+            alive(max(PATIENCE_SECONDS, TIMES * self._longest) if self._longest else math.inf)
             self._thread.join()
             self._thread = None
+            alive()
         if self._ended:
+            self._longest = max(self._longest, self._ended.seconds)
             self._results.append(self._ended)
             self._ended = None
 

@@ -34,10 +34,14 @@ LOOK_SECONDS = 0.25  # between two looks for a question of the watcher
 CALL_SECONDS = 1.0  # between two looks for a question of another host, in a phase that takes longer than that
 TIMES = 3.0  # a phase may take this many times the longest so far
 OWN_LIMIT = {"startup": "startup", "compile": "startup", "save": "save", "report": "save", "eval": "eval", "rollout": "rollout"}
+# Phases whose own limit is the most that they may take. Once one of them is over, less is enough: what its longest part teaches, or
+# FLOOR times `hang`, since the parts of these phases differ more than those of a step.
+LEARNING = ("save", "eval", "rollout")
+FLOOR = 4.0
 FIRST_STEPS = 2  # of a process: caches are cold, kernels are compiled, allocators grow
-# Words of 8 bytes. A store of one is never torn.
-PID, COUNT, SINCE, PHASE, STEP, POSITION, FREE, REQUEST, REPLY = range(9)
-LIMIT, LEARNED = 9, 9 + len(LIMITS)  # seconds: those of `health`, and the longest of each phase so far
+# Words of 8 bytes. A store of one is never torn. GRANTED: seconds that this part of the phase may take, whatever was learned.
+PID, COUNT, SINCE, PHASE, STEP, POSITION, FREE, REQUEST, REPLY, GRANTED = range(10)
+LIMIT, LEARNED = 10, 10 + len(LIMITS)  # seconds: those of `health`, and the longest of each phase so far
 SLOT = LEARNED + len(PHASES)
 NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 DONE = NUMBER["done"]
@@ -75,10 +79,13 @@ class Board:
         phase = self.int_(place, PHASE)
         key = OWN_LIMIT.get(PHASES[phase])
         learned = max(self.float_(other, LEARNED + phase) for other in places)
-        if key is None and (self.int_(place, FREE) or not learned):
-            key = "startup"
-        hang = self.float_(place, LIMIT + LIMITS.index(key or "hang"))
-        return hang if key else max(hang, TIMES * learned)
+        hang = self.float_(place, LIMIT + LIMITS.index("hang"))
+        if key is None and learned and not self.int_(place, FREE):
+            return max(hang, TIMES * learned)
+        most = self.float_(place, LIMIT + LIMITS.index(key or "startup"))
+        if PHASES[phase] not in LEARNING or not learned:
+            return most
+        return min(most, max(FLOOR * hang, TIMES * learned, self.float_(place, GRANTED)))
 
 
 def new_board(ranks: int) -> Board | None:
@@ -119,6 +126,7 @@ class Heart:
         self.steps = 0
         self.seconds, self.began = dict.fromkeys(PHASES, 0.0), time.monotonic()  # in each phase so far, and since when in this one
         self.before = "startup"  # the phase that a compilation came into
+        self.longest = 0.0  # part of the phase so far, where it is one of LEARNING
         self.answers: dict[str, Callable[[], Any]] = {}
         self.listen: Callable[[], None] | None = None
         # Both before the watcher sees this rank, and removes the folder.
@@ -138,14 +146,22 @@ class Heart:
         now, was = self.floats[self.at + SINCE], self.ints[self.at + PHASE]
         self.seconds[PHASES[was]] += now - self.began
         self.began = now
+        if PHASES[was] in LEARNING and phase not in (PHASES[was], "compile"):  # it is over
+            self.floats[self.at + LEARNED + was] = max(self.longest, self.floats[self.at + LEARNED + was])
+            self.longest = 0.0
         self.ints[self.at + PHASE] = NUMBER[phase]
 
-    def alive(self) -> None:
-        """A part of the phase is done: the longest part is what its limit is learned from."""
+    def alive(self, granted: float = 0.0) -> None:
+        """A part of the phase is done: the longest part is what its limit is learned from. Of a phase of LEARNING that begins once it is
+        over: its first part says little of the others. `granted`: seconds that the next part may take."""
         ints, floats, at, now = self.ints, self.floats, self.at, time.monotonic()
-        was = at + LEARNED + ints[at + PHASE]
-        if not ints[at + FREE] and (spent := now - floats[at + SINCE]) > floats[was]:
-            floats[was] = spent
+        if not ints[at + FREE] and not floats[at + GRANTED]:
+            was, spent = ints[at + PHASE], now - floats[at + SINCE]
+            if PHASES[was] in LEARNING:
+                self.longest = max(spent, self.longest)
+            elif spent > floats[at + LEARNED + was]:
+                floats[at + LEARNED + was] = spent
+        floats[at + GRANTED] = granted
         floats[at + SINCE] = now
         ints[at + COUNT] += 1
 
@@ -211,10 +227,11 @@ def beat(phase: str) -> None:
         _heart.beat(phase)
 
 
-def alive() -> None:
-    """The phase goes on: a part of it is done."""
+def alive(granted: float = 0.0) -> None:
+    """The phase goes on: a part of it is done. `granted`: the next part has a limit of its own, of so many seconds (inf: that of `health`),
+    and is not learned from."""
     if _heart is not None:
-        _heart.alive()
+        _heart.alive(granted)
 
 
 def seconds() -> dict[str, float | None]:

@@ -95,9 +95,9 @@ class HealthConfig(Section):
         " and at least this long.",
     )
     startup_seconds: Seconds = Field(1800.0, description="Longest time without a sign of life before the first steps, or in compilation.")
-    save_seconds: Seconds = Field(1800.0, description="Longest time for a checkpoint.")
-    eval_seconds: Seconds = Field(1800.0, description="Longest time for a batch of evaluation.")
-    rollout_seconds: Seconds = Field(1800.0, description="Longest time for sampling or scoring a batch of a rollout.")
+    save_seconds: Seconds = Field(1800.0, description="Longest time for a checkpoint, until the first ones show how long they take.")
+    eval_seconds: Seconds = Field(1800.0, description="The same for a batch of evaluation.")
+    rollout_seconds: Seconds = Field(1800.0, description="The same for sampling or scoring a batch of a rollout.")
 
     def limits(self) -> dict[str, float]:
         """Seconds, as `core.heartbeat.LIMITS` names them."""

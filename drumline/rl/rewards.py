@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline import errors
+from drumline.core import heartbeat
 from drumline.core.process import exit_code, start_module
 from drumline.core.redact import reveal
 from drumline.core.rollouts import FunctionReward, LengthReward, MathReward, ModelReward, Reward, TaskReward
@@ -145,7 +146,14 @@ class Rewards:
         Raises EnvironmentFault where no process can be started.
         """
         by_item = [{name: float(values[place]) for name, values in (given or {}).items()} for place in range(len(items))]
-        return list(self._pool.map(self._scored, items, by_item))
+        # A process that is late is killed, and another one started: these are the limits here.
+        granted = 2 * (START_SECONDS + sum(config.timeout_seconds for config in self.isolated.values()))
+        scored = []
+        heartbeat.alive(granted)
+        for one in self._pool.map(self._scored, items, by_item):
+            heartbeat.alive(granted)
+            scored.append(one)
+        return scored
 
     def _scored(self, item: Item, given: Mapping[str, float]) -> Scored:
         """All rewards of an item, in turn, the isolated ones in this thread's process."""

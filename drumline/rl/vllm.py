@@ -26,6 +26,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from drumline.core.heartbeat import alive
 from drumline.core.redact import reveal
 from drumline.core.rollouts import VLLMGenerator as Config
 from drumline.data.templates import end_ids
@@ -65,6 +66,7 @@ class Server:
         elif self.basic:
             request.add_unredirected_header("Authorization", f"Basic {self.basic}")
         what = f"{request.get_method()} {request.full_url}"
+        alive(2 * self.timeout_seconds)
         try:
             with self.opener.open(request, timeout=self.timeout_seconds) as answer:
                 text = answer.read()

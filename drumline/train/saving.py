@@ -89,6 +89,7 @@ class Saver:
                 _, (over,) = self.gather({}, float(waited >= limit or results[-1].lasting))
                 if any(over):
                     self._give_up(f"{results[-1].error}; tried for {waited:.0f} s", metric)
+                alive(math.inf)
                 time.sleep(max(1.0, results[-1].seconds))
         if self.memory is not None:
             self.memory.clear()

@@ -4,6 +4,7 @@
 nothing      goes on (the test does something to it)
 data         its stream's thread loops for ever
 reward       a function that it calls waits for a lock that nobody gives back
+eval         its evaluation, one of many, loops for ever
 skip         leaves a collective out, and goes on
 shape        begins one with another shape
 report       is long at what it does alone, and goes on
@@ -86,6 +87,9 @@ def walk(run: Path, rank: int) -> None:
         if how == "save":
             heartbeat.beat("save")
             save(Path(behave["disk"]))
+        if step % 5 == 0:
+            heartbeat.beat("eval")
+            (endless if how == "eval" else abs)(step)
         heartbeat.beat("report")
         if how == "report":
             time.sleep(REPORT_SECONDS)

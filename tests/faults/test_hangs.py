@@ -95,6 +95,7 @@ def test_under_torchrun_a_hang_is_named_and_torchrun_starts_again(tmp_path: Path
         ("data", "data", "it has not come to the all_reduce", "in endless"),
         ("reward", "rollout", "it has not come to the all_reduce", "in reward"),
         ("lock", "forward", "does not answer", "in walk"),
+        ("eval", "eval", "it has not come to the all_reduce", "in endless"),
     ],
 )
 def test_what_a_rank_does_when_it_hangs_is_shown(tmp_path: Path, how: str, phase: str, why: str, line: str) -> None:

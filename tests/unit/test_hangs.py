@@ -176,6 +176,50 @@ def test_limits_are_learned_and_first_steps_are_not(watch: Watch) -> None:
     assert watch._limit(0) == 100.0
 
 
+@pytest.mark.parametrize("phase", heartbeat.LEARNING)
+def test_what_comes_between_steps_has_the_limit_of_health_until_it_was_over_once(watch: Watch, phase: str) -> None:
+    one, two = hearts(watch)
+    assert late(watch, 0.0) is None
+    for step in range(3):
+        for heart in (one, two):
+            heart.step(step, 2 * step, free=False)
+
+    def part(seconds: float, granted: float = 0.0) -> None:
+        one.floats[one.at + heartbeat.SINCE] -= seconds
+        one.alive(granted)
+
+    one.beat(phase)
+    part(1.0)
+    part(9.0)
+    assert watch._limit(0) == 100.0, "its first parts say little of the others"
+    one.compiling(True)
+    one.compiling(False)
+    assert watch._limit(0) == 100.0, "a compilation does not end it"
+    one.beat("report")
+    for heart in (one, two):
+        heart.beat(phase)
+        assert watch._limit(heart.place) == pytest.approx(27.0, abs=0.1), "three times the longest, on all ranks"
+    part(0.1, granted=60.0)
+    assert watch._limit(0) == 60.0
+    part(50.0, granted=1000.0)
+    assert watch._limit(0) == 100.0, "at most what health says"
+    part(50.0)
+    assert watch._limit(0) == pytest.approx(27.0, abs=0.1), "of parts with a limit of their own nothing is learned"
+    one.beat("report")
+    assert watch._limit(0) == 100.0
+
+
+def test_short_parts_of_an_evaluation_give_a_limit_that_is_not_short(watch: Watch) -> None:
+    one, _ = hearts(watch)
+    assert late(watch, 0.0) is None
+    for step in range(4):
+        one.step(step, 2 * step, free=False)
+        one.beat("eval")
+        one.beat("report")
+    one.beat("eval")
+    assert watch._limit(0) == heartbeat.FLOOR * 5.0
+
+
 def test_a_rank_that_waits_does_not_hang_while_another_is_at_work(watch: Watch) -> None:
     one, two = hearts(watch, save=1000.0)
     one.beat("startup")
