@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from drumline.compat.deepspeed import EXPORT, STAGES, clip, low_precision, own_deepspeed_file, put_offload
-from drumline.compat.rules import Rule, flag, gone, later, name_list, nothing, one_of, only, read, switch, to, whole
+from drumline.compat.rules import Rule, flag, gone, if_on, later, name_list, nothing, one_of, only, read, switch, to, whole
 from drumline.compat.sheet import AUTO, Old, Sheet, pop, refuse
 from drumline.core.mistakes import by_word
 
@@ -118,7 +118,8 @@ FSDP: dict[str, Rule] = by_word(
         "auto_wrap_policy min_num_params": gone("units are the model's own block classes; strategy.wrap names others"),
         "backward_prefetch": to("strategy.backward_prefetch", one_of(PREFETCH)),
         "forward_prefetch": to("strategy.prefetch", lambda old: int(flag(old))),
-        "activation_checkpointing": switch("memory.activation_checkpointing", "full"),
+        # Trainer requires gradient_checkpointing to be off beside it.
+        "activation_checkpointing": if_on(lambda sheet, old: sheet.put("memory.activation_checkpointing", "full", old, over="none")),
         "activation_checkpointing_offload": only(why="inputs of blocks stay on the device", fix="set it to false"),
         "ignored_modules": only(why="every parameter is sharded", fix="remove it"),
         "state_dict_type": gone("checkpoints are sharded, and any strategy reads them; the Hugging Face folder is whole"),
@@ -250,9 +251,9 @@ def compile_blocks(sheet: Sheet, inner: dict[str, Old]) -> None:
 OTHER_DEVICES = ("xla", "tpu", "multi_npu", "multi_mlu", "multi_sdaa", "multi_musa", "multi_xpu", "multi_hpu", "multi_neuron")
 
 
-def _no_fp8(_: Sheet, old: Old) -> None:
+def _fp8(sheet: Sheet, old: Old) -> None:
     if old.inside():
-        raise refuse(old, "FP8 is not supported", "use mixed_precision: bf16")
+        sheet.note(old, "fp8 is torchao's: precision.scaling sets it, with mixed_precision: fp8")
 
 
 TABLE: dict[str, Rule] = by_word(
@@ -268,7 +269,7 @@ TABLE: dict[str, Rule] = by_word(
         "main_training_function": gone("there is no training script"),
         "enable_cpu_affinity": gone("bind from outside: numactl or taskset"),
         "downcast_bf16": only(why=DEVICES, fix="set it to 'no'"),
-        "fp8_config": _no_fp8,
+        "fp8_config": _fp8,
         "ipex_config": gone("for Intel CPUs; accelerate has dropped it"),  # accelerate 1.10 writes it
         "mpirun_config": lambda sheet, old: sheet.note(old, "under mpirun, start one launcher a machine") if old.inside() else None,
         "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands": gone("TPUs are not used"),

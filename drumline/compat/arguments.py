@@ -57,15 +57,18 @@ def _resume(sheet: Sheet, old: Old) -> None:
 
 
 BITSANDBYTES = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit")
+PAGED = ("paged_adamw", "paged_adamw_32bit")
 
 
 def optimizer(sheet: Sheet, old: Old) -> None:
     kinds = dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adam", "fused_adam"), "adamw")
     more = {"sgd": "sgd", "lion": "lion", "lion_32bit": "lion", "adamw_torch_8bit": "adamw_8bit", "adamw_torch_4bit": "adamw_4bit",
             "schedule_free_adamw": "schedule_free", "adafactor": "adafactor", "muon": "muon", "ao_adamw_8bit": "adamw_8bit",
-            "ao_adamw_4bit": "adamw_4bit", **dict.fromkeys(BITSANDBYTES, "adamw_8bit")}  # fmt: skip
+            "ao_adamw_4bit": "adamw_4bit", **dict.fromkeys(BITSANDBYTES, "adamw_8bit"), **dict.fromkeys(PAGED, "adamw")}  # fmt: skip
     if str(old.value).lower() in BITSANDBYTES:
         sheet.note(old, "adamw_8bit, torchao's, in the place of bitsandbytes'")
+    if str(old.value).lower() in PAGED:
+        sheet.note(old, "adamw: its states are fp32 as there, and stay on the device")
     sheet.put("optimizer.kind", one_of({**kinds, **more})(old), old)
     if str(old.value).lower() == "adamw_torch":
         sheet.put("optimizer.fused", False, old)
@@ -228,10 +231,10 @@ TABLE: dict[str, Rule] = by_word(
         "optim_args": only(why="no optimizer here takes any", fix="remove it"),
         "model_init_kwargs": only({}, why="values of the model's config go one by one", fix="write config_overrides: {key: value}"),
         "dataset_kwargs": only({}, why="each has a key of its own", fix="write it as a key under data"),
-        "validation_split_percentage": only(0, why="rows are held out by number", fix="override data.holdout=N, or set validation_file"),
+        "validation_split_percentage": to("data.holdout", lambda old: number(old) / 100 or 0),
         "padding_free": gone("packing pads nothing"),
         "eval_packing": gone("as in training"),
-        "activation_offloading": only(why="activations stay on the device", fix="use gradient_checkpointing: true"),
+        "activation_offloading": to("memory.activation_offload", one_of({"true": True, "legacy": True, "disk": True, "no": False})),
         # what has no meaning any more
         "local_rank rank nnodes num_nodes node_rank master_addr master_port init_method dist_url rdzv_endpoint rdzv_id": gone(HOST),
         "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_multiprocessing_context": gone(LOADER),

@@ -40,6 +40,10 @@ def _bf16(sheet: Sheet, old: Old) -> None:
         later("bf16")(sheet, old)
 
 
+def _part_of_epoch(old: Old) -> str | None:
+    return f"{1 / number(old):.6g} epochs" if number(old) > 0 else None
+
+
 def _checkpointing(sheet: Sheet, old: Old) -> None:
     """gradient_checkpointing: also `offload`, which moves what is kept to the host."""
     offload = str(old.value).lower() in ("offload", "offload_disk", "unsloth")
@@ -84,15 +88,16 @@ TABLE: dict[str, Rule] = LORA_PLUS | by_word(
         "bf16 bfloat16": _bf16,
         "float16": later("fp16"),
         "float32 low_cpu_mem_usage gpu_memory_limit max_memory": gone("precision.kind and the plan decide it"),
-        "fp8": switch("precision.kind", "fp8"),
+        "fp8": later(),
         "gradient_checkpointing": _checkpointing,
         "flash_attention": switch("model.attention", "flash_attention_2"),
         "sdp_attention": switch("model.attention", "sdpa"),
         "eager_attention": switch("model.attention", "eager"),
         "flex_attention": switch("model.attention", "flex_attention"),
         "xformers_attention s2_attention sage_attention": only(why="there is no such kernel", fix="model.attention has others"),
-        "evals_per_epoch": gone("eval.every is a number of steps"),
-        "saves_per_epoch save_first_step": gone("checkpoint.every is a number of steps"),
+        "evals_per_epoch": to("eval.every", _part_of_epoch),
+        "saves_per_epoch": to("checkpoint.every", _part_of_epoch),
+        "save_first_step": gone("checkpoint.every saves at its multiples"),
         "lora_target_linear": if_on(waits_as("lora_target_modules", lambda old: "all-linear")),
         "lora_target_modules": waits_as("lora_target_modules", name_list),
         "peft_use_dora": later("use_dora"),

@@ -21,7 +21,7 @@ WHAT = "a DeepSpeed config"
 def deepspeed_config(sheet: Sheet, olds: list[Old], own_file: str | None = None) -> None:
     """Put a whole DeepSpeed config on the sheet. `own_file`: its path if Drumline's engine reads it; then only what the plan requires is
     taken out of it. Without one, keys that Drumline does not have go to strategy.options."""
-    aside = Sheet(sheet.base, sheet.folder) if own_file else sheet
+    aside = Sheet(sheet.base, sheet.folder, lenient=sheet.lenient) if own_file else sheet
     zero = next((old for old in olds if old.key == "zero_optimization"), None)
     inside = zero.inside() if zero else []
     read(ZERO, aside, inside, f"{WHAT}'s zero_optimization")
@@ -224,16 +224,18 @@ ENGINE_ONLY: dict[str, Rule] = by_word(
 
 
 PRECISIONS = {"no": "fp32", "none": "fp32", "fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "bf16": "bf16",
-              "bfloat16": "bf16"}  # fmt: skip
+              "bfloat16": "bf16", "bf16_mixed": "bf16", "fp16_mixed": "fp16", "fp8": "fp8"}  # fmt: skip
 
 
 def low_precision(sheet: Sheet) -> None:
-    """The precision by bf16, fp16 and mixed_precision together. Raises ConfigError with both places where two are on."""
-    kinds = [(name if flag(old) else "fp32", old) for name, old in pop(sheet, "bf16", "fp16").items()]
+    """The precision by fp8, bf16, fp16 and mixed_precision together. Raises ConfigError with both places where two are on."""
+    kinds = [(name if flag(old) else "fp32", old) for name, old in pop(sheet, "fp8", "bf16", "fp16").items()]
     if (old := sheet.waiting.pop("mixed_precision", None)) is not None:
-        kinds.append((one_of(PRECISIONS, {"fp8": "there is no FP8 here: use bf16"})(old), old))
+        kinds.append((one_of(PRECISIONS)(old), old))
     # accelerate writes `mixed_precision: no` by default, also beside a DeepSpeed JSON that has bf16 on.
     on = [(kind, old) for kind, old in kinds if kind != "fp32"]
+    if any(kind == "fp8" for kind, _ in on):
+        on = [(kind, old) for kind, old in on if kind != "bf16"]  # the rest of the model is in bf16
     for kind, old in on:
         if kind != on[0][0]:
             raise contradiction(old, on[0][1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
@@ -95,6 +96,14 @@ def step_count(old: Old) -> int:
     return whole(old)
 
 
+def _part_of_run(sheet: Sheet, old: Old) -> int | str | None:
+    """A part of the run (0.1) as steps or epochs; None for a number of steps, and where neither is given."""
+    steps, epochs = sheet.get("run.steps"), sheet.get("run.epochs")
+    if not 0 < number(old) < 1 or not (steps or epochs):
+        return None
+    return math.ceil(number(old) * steps) if steps else f"{number(old) * epochs:g} epochs"
+
+
 def _intervals(sheet: Sheet) -> None:
     """`every` of checkpoints and evaluations, by a strategy (no, steps, epoch, best) and a number of steps."""
     evaluation = ("eval", "eval.every", "evaluated", sheet.get("run.log_every", 500))
@@ -102,14 +111,15 @@ def _intervals(sheet: Sheet) -> None:
         old = pop(sheet, f"{prefix}_strategy", f"{prefix}_steps")
         strategy, every = old.get(f"{prefix}_strategy"), old.get(f"{prefix}_steps")
         kind = one_of({name: name for name in ("no", "steps", "epoch", "best")})(strategy) if strategy else "steps"
-        if strategy is not None and kind in ("epoch", "best"):
-            better = " and after a better evaluation" if kind == "best" else ""
-            sheet.note(strategy, f"{what} each N steps: {dotted}. Without it, at the end{better}")
+        if strategy is not None and kind == "epoch":
+            sheet.put(dotted, "1 epoch", strategy)
+        elif strategy is not None and kind == "best":
+            sheet.note(strategy, f"{what} each N steps: {dotted}. Without it, at the end and after a better evaluation")
         if kind != "steps":
             if every is not None and strategy is not None:
                 sheet.note(every, f"without effect: {strategy.key} is {kind}")
         elif every is not None:
-            sheet.put(dotted, step_count(every), every)
+            sheet.put(dotted, _part_of_run(sheet, every) or step_count(every), every)
         elif strategy is not None and default:
             sheet.put(dotted, default, strategy)
 

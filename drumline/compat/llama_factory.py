@@ -79,7 +79,7 @@ TABLE: dict[str, Rule] = LORA_PLUS | by_word(
         "use_galore use_apollo use_badam use_adam_mini": only(why=NEUTRAL, fix=KINDS),
         "use_muon": switch("optimizer.kind", "muon"),
         "pure_bf16": if_on(pure_bf16),
-        "fp8": switch("precision.kind", "fp8"),
+        "fp8": later(),
         "flash_attn": to("model.attention", one_of(ATTENTION)),
         "disable_gradient_checkpointing": to("memory.activation_checkpointing", lambda old: "none" if flag(old) else "full", skip=()),
         "use_reentrant_gc use_unsloth use_unsloth_gc enable_liger_kernel use_v1_kernels": gone(KERNELS),
@@ -238,35 +238,16 @@ def guess_stage(sheet: Sheet) -> None:
 
 
 def patience(sheet: Sheet) -> None:
-    """Evaluations without a better one, which are counted where they come each N steps."""
-    old = sheet.waiting.pop("patience", None)
-    if old is not None and "eval_steps" in sheet.waiting and str(getattr(sheet.waiting.get("eval_strategy"), "value", "steps")) == "steps":
+    """Evaluations without a better one, which are counted where they come each N steps or epochs."""
+    old, strategy = sheet.waiting.pop("patience", None), getattr(sheet.waiting.get("eval_strategy"), "value", "steps")
+    regular = sheet.get("eval.every") or strategy == "epoch" or (strategy == "steps" and "eval_steps" in sheet.waiting)
+    if old is not None and regular:
         sheet.put("eval.patience", whole(old), old)
     elif old is not None:
-        sheet.lacks(old, "evaluations are counted where they come each N steps", "set eval.every and eval.patience")
+        sheet.lacks(old, "evaluations are counted where they come each N steps or epochs", "set eval.every and eval.patience")
 
 
 def hold_out(sheet: Sheet, old: Old | None) -> None:
-    """val_size and its like: a number of rows, or a part of them where they can be counted here."""
-    if old is None or old.value in AUTO or not number(old):
-        return
-    size = number(old)
-    if size < 1 and (rows := _rows(sheet)):
-        sheet.note(old, f"data.holdout: {max(1, round(size * rows))} of {rows} rows")
-        size = max(1, round(size * rows))
-    if size >= 1:
-        sheet.put("data.holdout", int(size), old)
-    else:
-        sheet.lacks(old, "rows are held out by number", "set data.holdout to a number of rows")
-
-
-def _rows(sheet: Sheet) -> int:
-    """The rows of data.train where all of it is lines of JSON; else 0."""
-    total = 0
-    for source in sheet.get("data.train", []):
-        path = (sheet.folder or Path()) / str(source.get("path", ""))
-        if path.suffix != ".jsonl" or not path.is_file():
-            return 0
-        with path.open("rb") as file:
-            total += min(sum(1 for line in file if line.strip()), source.get("limit", 2**62))
-    return total
+    """val_size and its like: a number of rows, or a part of them."""
+    if old is not None and old.value not in AUTO and (size := number(old)):
+        sheet.put("data.holdout", size if size < 1 else int(size), old)

@@ -87,9 +87,13 @@ def later(name: str | None = None) -> Rule:
     def rule(sheet: Sheet, old: Old) -> None:
         if old.value in AUTO:
             return
-        key = name or old.key
-        if key in sheet.waiting and sheet.waiting[key].value != old.value:
-            raise contradiction(old, sheet.waiting[key])
+        other = sheet.waiting.get(key := name or old.key)
+        if other is not None and other.place != old.place and other.value is False:
+            other = None  # two switches of one thing: the one that is on counts
+        if other is not None and str(other.value).lower() != str(old.value).lower():
+            if other.place != old.place and old.value is False:
+                return
+            raise contradiction(old, other)
         sheet.waiting[key] = old
 
     return rule

@@ -69,13 +69,13 @@ class Sheet:
     resume: str | None = None  # the checkpoint that the old file resumes from
     lenient: bool = False
 
-    def put(self, dotted: str, value: Any, old: Old) -> None:
-        """Set a value of the new config. Raises ConfigError where another old key has set another."""
+    def put(self, dotted: str, value: Any, old: Old, over: Any = None) -> None:
+        """Set a value of the new config. Raises ConfigError where another old key has set another, which is not `over`."""
         *sections, last = place = tuple(dotted.split("."))
         inside = self.values
         for name in sections:
             inside = inside.setdefault(name, {})
-        if last in inside and inside[last] != value:
+        if last in inside and inside[last] not in (value, over):
             raise contradiction(old, self.origins[place])
         inside[last] = value
         self.origins[place] = old

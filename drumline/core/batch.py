@@ -10,6 +10,7 @@ from drumline.core.config import BatchConfig, Config
 from drumline.core.mesh import divisors
 from drumline.core.plan import BatchPlan, DataPlan
 from drumline.core.rollouts import RolloutSpec
+from drumline.core.section import passes
 from drumline.errors import PlanError
 
 # With only the global batch given, a device takes as many samples at once as fit into this many tokens: enough to keep
@@ -106,6 +107,26 @@ def _quotient(total: int, by: int, what: str, where: str, fix: str) -> int:
     if rest or not quotient:
         raise PlanError(what, where=where, fix=fix.format(nearest(total, by)))
     return quotient
+
+
+def in_steps(config: Config, batch: BatchPlan, data: DataPlan | None, why: list[str]) -> Config:
+    """The config with steps where `every` counts epochs; as it is while the data is not prepared."""
+    for name in ("checkpoint", "eval"):
+        section = getattr(config, name)
+        epochs = passes(section.every) if isinstance(section.every, str) else None
+        if epochs is None or data is None:
+            continue
+        every = max(1, round(epochs * _steps_of_epoch(config, batch, data)))
+        why.append(f"{name}.every {section.every}: {every} steps")
+        config = config.model_copy(update={name: section.model_copy(update={"every": every})})
+    return config
+
+
+def _steps_of_epoch(config: Config, batch: BatchPlan, data: DataPlan) -> float:
+    rollout = config.algorithm.rollout
+    if rollout is None:
+        return data.epoch / batch.global_samples
+    return rollout.steps_in_turn * data.epoch * rollout.group_size / (rollout.minibatches * batch.global_samples)
 
 
 def steps_of_rollouts(config: Config, algorithm: RolloutSpec, batch: BatchPlan, data: DataPlan | None, why: list[str]) -> int | None:

@@ -22,6 +22,7 @@ from drumline.core.section import (
     MOST_SAMPLES,
     MOST_STEPS,
     Count,
+    Epochs,
     Rate,
     Section,
     Steps,
@@ -197,10 +198,10 @@ class CompileConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: Steps | Literal["auto"] | None = Field(
+    every: Steps | Literal["auto"] | Epochs | None = Field(
         None,
-        description="Save every N steps; auto: as often as faults make it worth (`drumline plan --mtbf-hours`); null: only at the end and"
-        " when the run is stopped.",
+        description="Save every N steps, or `N epochs`; auto: as often as faults make it worth (`drumline plan --mtbf-hours`); null: only"
+        " at the end and when the run is stopped.",
     )
     keep: int = Field(2, gt=0, le=10**6, description="Keep the newest N checkpoints.")
     keep_best: bool = Field(True, description="Also keep the best checkpoint by eval.metric.")
@@ -245,13 +246,17 @@ class CheckpointConfig(Section):
 
     @property
     def steps(self) -> int | None:
-        """`every` of a plan, in which auto has become a number."""
+        """`every` of a plan, in which auto and epochs have become a number."""
         return self.every if isinstance(self.every, int) else None
 
     @property
     def apart(self) -> bool:
         """Whether hosts may have run folders of their own: what one of them loses lies elsewhere, too."""
         return self.url is not None or self.replicas > 0
+
+
+def _in_epochs(every: int | str | None) -> bool:
+    return isinstance(every, str) and every != "auto"
 
 
 class Config(Section):
@@ -303,6 +308,9 @@ class Config(Section):
             raise ValueError(f"data.{key} is of rows with columns, and model.kind python takes samples as they are: leave it out")
         if self.algorithm.rollout is not None and (key := self.data.ordered):
             raise ValueError(f"data.{key} orders samples, and prompts are dealt by algorithm.curriculum: use its weights")
+        counted = [key for key, section in (("checkpoint", self.checkpoint), ("eval", self.eval)) if _in_epochs(section.every)]
+        if self.data.stream and counted:
+            raise ValueError(f"data.stream has no epochs: give {counted[0]}.every in steps")
         if self.data.stream and self.run.steps is None:
             raise ValueError("data.stream reads rows as it goes, and does not know where they end: set run.steps")
         if self.data.stream and (self.head not in ("lm", "score") or self.algorithm.reference_of(self) == "precomputed"):

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from drumline.core.mixing import CurriculumKey, DecontaminateKey, DuplicatesKey, Mixed, StreamKey
 from drumline.core.registry import Registered, Spec, find_object, imported
-from drumline.core.section import MOST_SEED, Amount, PathText, Section, Short, Steps
+from drumline.core.section import MOST_SEED, Amount, Part, PathText, Section, Short, Steps
 from drumline.core.urls import is_url, secret_mistake
 
 Forms = tuple[tuple[str, ...], ...]  # the columns of a row, one tuple for each form that it may have
@@ -279,7 +279,9 @@ class DataConfig(Section):
     stream: StreamKey = Field(
         None, description="Tokenise blocks of rows while training reads them: data may be larger than the disk. Requires run.steps."
     )
-    holdout: Amount = Field(0, description="Without `eval`: hold out this many training rows, chosen by a hash of their content.")
+    holdout: Amount | Part = Field(
+        0, description="Without `eval`: hold out this many training rows, or this part of them (0.05), chosen by a hash of their content."
+    )
     max_length: int = Field(1024, gt=1, le=10**8, description="Maximum tokens of a training sequence or a pack.")
     truncation: Literal["error", "right", "left", "drop"] = Field(
         "right",

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -50,12 +50,21 @@ def first_mistake(error: ValidationError, where: Where) -> ConfigError:
     # Unknown keys go first: a misspelt key also makes the right one look as if it were missing.
     details.sort(key=lambda d: d["type"] != "extra_forbidden")
     place, kind = _place(details[0]["loc"])
-    what, fix = _describe(details[0], place, kind)
+    what, fix = _describe(_nearest([detail for detail in details if _place(detail["loc"])[0] == place]), place, kind)
     places = {_place(detail["loc"])[0] for detail in details}  # a value that is of none of several types is one mistake
     # A list whose item is wrong also counts as too short.
     if more := sum(not any(other[: len(each)] == each for other in places - {each}) for each in places) - 1:
         what += f" (and {more} more mistake{'s' * (more > 1)})"
     return ConfigError(what, where=where(place), fix=fix or None)
+
+
+def _nearest(details: Sequence[Any]) -> Any:
+    """Of what pydantic says of a value that may have several types: the line of the type that this one is nearest to."""
+    for detail in details:
+        text, fraction = isinstance(detail["input"], str), isinstance(detail["input"], float)
+        if (text and detail["type"] == "value_error") or (fraction and not detail["type"].startswith(("int", "literal"))):
+            return detail
+    return details[0]
 
 
 def check_numbers(given: Any, made: Any, where: Where, place: Place = ()) -> None:

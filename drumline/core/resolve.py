@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from drumline.core.attention import choice_of
-from drumline.core.batch import resolve_batch, steps_of_rollouts
+from drumline.core.batch import in_steps, resolve_batch, steps_of_rollouts
 from drumline.core.config import Config, NoAdapter, OptimizerConfig, ScheduleConfig
 from drumline.core.estimate import PROCESS
 from drumline.core.explain import size
@@ -90,8 +90,8 @@ def lay_out(
 ) -> Layout:
     """The layout of what the rules allow (`require`) with this batch. `devices`: of this host, for dp. `why` gets a line for each number
     that was chosen. Raises PlanError where stages, rollouts or steps do not come out whole."""
-    config, mesh, strategy, facts = case.config, case.mesh, case.config.strategy, case.facts
-    why = [] if why is None else why
+    mesh, strategy, facts, why = case.mesh, case.config.strategy, case.facts, [] if why is None else why
+    config = in_steps(case.config, batch, data, why)
     if config.optimizer.in_backward and batch.accumulation > 1:
         raise ACCUMULATES.error()
     pipeline = plan_pipeline(mesh, strategy, batch, facts, why)

@@ -9,14 +9,16 @@ from pydantic import Field, model_validator
 
 from drumline.core.heartbeat import LIMITS
 from drumline.core.registry import Named
-from drumline.core.section import MOST_RANKS, MOST_SEED, MOST_WEIGHT, Count, PathText, Rate, Seconds, Section, Steps
+from drumline.core.section import MOST_RANKS, MOST_SEED, MOST_WEIGHT, Count, Epochs, PathText, Rate, Seconds, Section, Steps
 from drumline.core.urls import LocalPath
 
 MOST_NEW = 64  # tokens of a sample, unless set
 
 
 class EvalConfig(Section):
-    every: Steps | None = Field(None, description="Evaluate every N steps; null: only before the first and after the last.")
+    every: Steps | Epochs | None = Field(
+        None, description="Evaluate every N steps, or `N epochs`; null: only before the first and after the last."
+    )
     at_start: bool = Field(True, description="Evaluate before the first step, for comparison.")
     micro_batch: Count | None = Field(None, description="Samples per forward pass on each device; null: as in training.")
     metric: str = Field("loss", description="The metric that decides which checkpoint is best. Default of ppo and grpo: reward.")
@@ -49,9 +51,14 @@ class EvalConfig(Section):
             raise ValueError("max_new_tokens is for samples: set both")
         if not self.tasks and (self.tasks_every or self.tasks_limit):
             raise ValueError("tasks_every and tasks_limit are for tasks: name some")
-        if self.tasks_every and (self.every is None or self.tasks_every % self.every):
-            raise ValueError("tasks are scored at evaluations: tasks_every must be a multiple of every")
+        if self.tasks_every and (not isinstance(self.every, int) or self.tasks_every % self.every):
+            raise ValueError("tasks are scored at evaluations: tasks_every must be a multiple of every, in steps")
         return self
+
+    @property
+    def steps(self) -> int | None:
+        """`every` of a plan, in which epochs have become steps."""
+        return self.every if isinstance(self.every, int) else None
 
     def of_metrics(self) -> EvalConfig:
         """The same without samples and tasks."""

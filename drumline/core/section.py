@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -29,12 +30,28 @@ def _possible(path: str) -> str:
 PathText = Annotated[str, AfterValidator(_possible)]  # a path, or an id of a hub
 Count = Annotated[int, Field(gt=0, le=MOST_SAMPLES)]
 Amount = Annotated[int, Field(ge=0, le=MOST_SAMPLES)]
+Part = Annotated[float, Field(gt=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=MOST_SAMPLES)]
 Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS)]
 Steps = Annotated[int, Field(gt=0, le=MOST_STEPS)]
 Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
 Weight = Annotated[float, Field(ge=0, le=MOST_WEIGHT)]
 Above0 = Annotated[float, Field(gt=0, le=MOST_WEIGHT)]
+
+
+def passes(every: str) -> float | None:
+    """The passes over the data of `N epochs`; None for another text."""
+    found = re.fullmatch(r"(\d*\.?\d+) *epochs?", every)
+    return float(found[1]) if found else None
+
+
+def _epochs(every: str) -> str:
+    if not 0 < (passes(every) or 0) <= MOST_SAMPLES:
+        raise ValueError(f"{every!r} given, a number of steps or of epochs is wanted: 200, or `0.5 epochs`")
+    return every
+
+
+Epochs = Annotated[str, AfterValidator(_epochs)]
 
 
 class Section(BaseModel):

@@ -71,11 +71,12 @@ def make(task: Task, tokenizer_path: str, base_dir: Path, progress: Progress) ->
         rows = int((stage.role == TRAIN).sum())
         progress("pack", 0, rows)
         if task.holdout_folder is not None:
-            if data.holdout >= rows:
+            wanted = data.holdout if isinstance(data.holdout, int) else max(1, round(data.holdout * rows))
+            if wanted >= rows:
                 fix = "hold out fewer, or give data.eval"
-                what = f"{data.holdout} rows are to be held out of {rows}, which leaves none to learn"
+                what = f"{wanted} rows are to be held out of {rows}, which leaves none to learn"
                 raise DataError(what, where="data.holdout", fix=fix)
-            stage.hold_out(data.holdout)
+            stage.hold_out(wanted)
             finish(task, stage, held, task.holdout_folder, HELD_OUT)
         for name in ("tokens.bin", "learn.bin"):
             (staging / name).rename(aside / name)

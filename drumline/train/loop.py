@@ -96,7 +96,7 @@ class Loop:
             self.state.evaluated = 0
             if config.eval.at_start:
                 self.evaluate()
-        broken_off = self.state.evaluated >= 0 and _due(config.eval.every, self.state.evaluated, self.state.step)  # by a stop signal
+        broken_off = self.state.evaluated >= 0 and _due(config.eval.steps, self.state.evaluated, self.state.step)  # by a stop signal
         if broken_off and self.evaluate() and config.checkpoint.keep_best:
             self.save()
         while True:
@@ -107,7 +107,7 @@ class Loop:
             except GoBack as back:
                 self._go_back(back)
         self.profile.after(self.state.step, last=True)
-        if not config.eval.every or (self.state.step % config.eval.every and self.state.evaluated != self.state.step):
+        if not config.eval.steps or (self.state.step % config.eval.steps and self.state.evaluated != self.state.step):
             self.evaluate()
         self._save_last()
         self.measure.finish(self.state.step)
@@ -139,7 +139,7 @@ class Loop:
                 self.weights.check(self.state.step)
             if self.checkpointable:
                 self._leave_if_requested()
-                best = _due(config.eval.every, rested, self.state.step) and self.evaluate()
+                best = _due(config.eval.steps, rested, self.state.step) and self.evaluate()
                 if _due(config.checkpoint.steps, rested, self.state.step) or (best and config.checkpoint.keep_best) or self.retries:
                     self.save()
                 elif self.saver.memory is not None and _due(config.checkpoint.in_memory_every, rested, self.state.step):

@@ -37,7 +37,7 @@ MEANINGS: dict[str, dict[str, Any]] = {
     "lf_sft.yaml": {
         "algorithm": "sft", "adapter.r": 12, "adapter.alpha": 24, "adapter.quantize": "4bit", "adapter.targets": ["q_proj", "v_proj"],
         "optimizer.groups.0.lr_ratio": 8.0, "data.max_length": 768, "data.train.1.limit": 3, "data.train.2.columns": {"messages": "dialog"},
-        "data.train.3.columns": {"prompt": "q", "completion": "a"}, "data.holdout": 4, "eval.every": 25, "model.attention": "sdpa",
+        "data.train.3.columns": {"prompt": "q", "completion": "a"}, "data.holdout": 0.2, "eval.every": 25, "model.attention": "sdpa",
     },
     "lf_dpo.yaml": {"algorithm": {"kind": "simpo", "beta": 0.2, "gamma": 0.7}, "strategy": "zero3", "adapter": None},
     "lf_rm.yaml": {"algorithm": "reward", "data.packing": False},

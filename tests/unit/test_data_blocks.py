@@ -160,6 +160,7 @@ def test_two_runs_do_not_share_blocks(tmp_path: Path) -> None:
     ("change", "line"),
     [
         ({"run": {}}, "set run.steps"),
+        ({"eval": {"every": "1 epoch"}}, "data.stream has no epochs: give eval.every in steps"),
         ({"data": {"holdout": 3}}, "holdout needs all rows at once"),
         ({"data": {"duplicates": "exact"}}, "duplicates needs all rows at once"),
         ({"data": {"temperature": 2}}, "temperature needs all rows"),

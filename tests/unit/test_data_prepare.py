@@ -141,7 +141,7 @@ def test_nothing_left_to_learn(tmp_path: Path, tokenizer_dir: str) -> None:
 @pytest.mark.parametrize("packing", [True, False])
 def test_holdout_is_exact_and_disjoint(tmp_path: Path, tokenizer_dir: str, packing: bool) -> None:
     write_rows(tmp_path, 50)
-    made = prepare(config(tmp_path, holdout=9, packing=packing), tokenizer_dir, tmp_path)
+    made = prepare(config(tmp_path, holdout=0.18, packing=packing), tokenizer_dir, tmp_path)
     held, kept = completions(made.eval), completions(made.train)
     assert len(held) == 9 and sorted(held + kept) == list(range(50))
     assert TokenCache.open(made.train).info["held_out"] == 9

@@ -104,6 +104,16 @@ def test_steps_cover_every_sample_of_the_epochs() -> None:
     assert plan(data=None).steps is None
 
 
+def test_every_in_epochs_becomes_steps() -> None:
+    found = plan(batch={"global_samples": 16}, checkpoint={"every": "2 epochs"}, eval={"every": "0.5 epochs"})
+    assert (found.config.checkpoint.steps, found.config.eval.steps) == (round(200 / 16), round(50 / 16))
+    assert "eval.every 0.5 epochs: 3 steps" in found.why
+    assert plan(data=None, eval={"every": "0.5 epochs"}).config.eval.every == "0.5 epochs", "the data is not prepared yet"
+    for text in ("0 epochs", "epoch", "one epoch", "1 step", "1e99 epochs"):
+        with pytest.raises(ValueError, match=f"'{text}' given, a number of steps or of epochs is wanted"):
+            plan(eval={"every": text})
+
+
 def test_auto_picks_and_says_why() -> None:
     one, two = plan(), plan(TWO_H100)
     assert (one.mesh.world_size, one.precision, one.backend) == (1, "fp32", "gloo")
