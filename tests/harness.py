@@ -175,10 +175,10 @@ def start_drumline(*arguments: object, cwd: Path | None = None) -> Forked:
     return Forked("drumline", *arguments, env=ENV, cwd=cwd)
 
 
-def start_interpreter(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[str]:
-    """The command line as a user starts it, left running."""
-    command = [sys.executable, "-m", "drumline", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV, cwd=cwd, start_new_session=True)
+def start_interpreter(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """The command line as a user starts it, left running. `env`: variables besides those of every test."""
+    command, own = [sys.executable, "-m", "drumline", *map(str, arguments)], {**ENV, **(env or {})}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=own, cwd=cwd, start_new_session=True)
 
 
 def events(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:

@@ -54,11 +54,11 @@ def group_of(row: Row) -> str:
 
 
 def covering(pairs: list[tuple[Row, Case]]) -> set[tuple[str, str]]:
-    """Names of pairs in which each case meets every engine that it is asked of, those with a `kin` one, and each row two cases (or all it
-    has): greedily, the pair that gives most first. `pytest --full` runs the rest."""
+    """Names of pairs in which each case meets every engine that it is asked of, those with a `kin` one, and each row one case:
+    greedily, the pair that gives most first. `pytest --full` runs the rest."""
     lacking: dict[Any, int] = {(case.name, engine_of(row)): int(not case.kin or engine_of(row) == ENGINE_OF_KIN) for row, case in pairs}
     for row, _ in pairs:
-        lacking[row.name] = min(2, sum(other is row for other, _ in pairs))
+        lacking[row.name] = 1
     chosen: list[tuple[Row, Case]] = []
     while any(lacking.values()):
         row, case = max(

@@ -74,7 +74,7 @@ def test_a_client_talks_to_a_served_run_and_ctrl_c_leaves_nothing(tmp_path: Path
     config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), eval={"at_start": False})
     assert drumline("train", config).code == 0
     run, port = tmp_path / "run", free_port()
-    server = start_interpreter("serve", run, "--port", port)
+    server = start_interpreter("serve", run, "--port", port, env={"HF_HOME": str(tmp_path / "home")})
     try:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60)
         until, answer = time.monotonic() + 120, None
@@ -84,6 +84,7 @@ def test_a_client_talks_to_a_served_run_and_ctrl_c_leaves_nothing(tmp_path: Path
                 answer = client.chat.completions.create(model=str(run / "export"), messages=[message], max_tokens=4)
             time.sleep(0.5)
         assert answer is not None and answer.choices[0].message.content is not None
+        assert list(client.models.list()) == [], "the server lists a hub's cache, and there is none here"
         held = drumline("serve", run, "--port", port)
         assert held.code == 2 and f"port {port} is held by" in held.err and len(held.error_lines) == 1
         os.kill(server.pid, signal.SIGINT)

@@ -20,6 +20,6 @@ def test_five_kills_change_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_kills_on_three_hosts_change_nothing(tmp_path: Path) -> None:
     campaign(tmp_path, 3, 8, 1, None)

@@ -132,7 +132,7 @@ def places(model: Any = Config, prefix: str = "", depth: int = 0) -> list[str]:
     return sorted(set(found))
 
 
-@cases(300)
+@cases(150)
 @given(place=st.sampled_from(places()), value=values)
 def test_any_value_at_any_place_of_the_yaml(place: str, value: Any) -> None:
     made = json.loads(json.dumps(RUN))
@@ -150,7 +150,7 @@ def test_any_value_at_any_place_of_the_yaml(place: str, value: Any) -> None:
             assert load_text(to_yaml(config), [], "again.yaml") == config
 
 
-@cases(150)
+@cases(80)
 @given(text=st.text(max_size=60) | st.text("[]{}:,-&*!|>'\"#%@` \n\t0a~?", max_size=60) | st.binary(max_size=40))
 def test_any_bytes_as_a_config(tmp_path: Path, text: str | bytes) -> None:
     (tmp_path / "t.yaml").write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
@@ -159,7 +159,7 @@ def test_any_bytes_as_a_config(tmp_path: Path, text: str | bytes) -> None:
     assert error.value.line().isprintable()
 
 
-@cases(150)
+@cases(80)
 @given(text=st.text(max_size=40) | st.text('[]{}:,"\\ud80019e-+.', max_size=60) | values.map(json.dumps))
 def test_any_json(text: str) -> None:
     with alarm():
@@ -192,7 +192,7 @@ COMMANDS = ("train", "plan", "prepare", "convert", "export", "eval", "chat", "st
 COMMANDS += ("--json", "--to", "--model", "--cluster", "--length", "--check", "-y", "--which", "strategy=ddp", "a=", "=")
 
 
-@cases(70)
+@cases(25)
 @given(arguments=st.lists(st.sampled_from(COMMANDS) | texts, min_size=1, max_size=5))
 def test_any_command_line(home: Path, arguments: list[str]) -> None:
     one_line(*arguments, *["--dry-run"] * ("train" in arguments))
@@ -233,7 +233,7 @@ TOKENIZER_KEYS = [
 ]  # fmt: skip
 
 
-@cases(70)
+@cases(25)
 @given(key=st.sampled_from(CONFIG_KEYS), value=values)
 def test_any_value_in_a_models_config(home: Path, key: str, value: Any) -> None:
     with with_key(home / "model" / "config.json", key, value):
@@ -241,7 +241,7 @@ def test_any_value_in_a_models_config(home: Path, key: str, value: Any) -> None:
     assert "error:" not in said or "model" in said, said
 
 
-@cases(50)
+@cases(20)
 @given(key=st.sampled_from(TOKENIZER_KEYS), value=values)
 def test_any_value_in_a_tokenizers_config(home: Path, key: str, value: Any) -> None:
     with with_key(home / "model" / "tokenizer_config.json", key, value):
@@ -257,7 +257,7 @@ MESSAGES = st.lists(
 ROWS = st.dictionaries(st.sampled_from(COLUMNS) | texts, values, max_size=3) | st.fixed_dictionaries({"messages": MESSAGES}) | values
 
 
-@cases(50)
+@cases(20)
 @given(rows=st.lists(ROWS, max_size=2), algorithm=st.sampled_from(KINDS))
 def test_any_rows(home: Path, rows: list[Any], algorithm: str) -> None:
     (home / "r.jsonl").write_text("\n".join(map(json.dumps, rows)))
