@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from drumline.compat import accelerate as acc
 from drumline.compat.deepspeed import PRECISIONS, STAGES, deepspeed_config, found, load_file, new_path, own_deepspeed_file
+from drumline.compat.mixtures import mixer
 from drumline.compat.rules import Rule, flag, later, name_list, number, one_of, to, whole
 from drumline.compat.sheet import Old, Sheet, contradiction, pop, refuse, shown
 from drumline.core.algorithm import AlgorithmSpec
@@ -129,6 +130,7 @@ COLUMNS = {"text": "dataset_text_field", "prompt": "prompt_column", "completion"
 
 def _data(sheet: Sheet) -> None:
     """Set files or a hub's dataset, with limits and columns."""
+    mixer(sheet)
     old = pop(sheet, "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming", "train_file",
                "validation_file", "max_train_samples", "max_eval_samples", "dataset_text_field", "prompt_column", "completion_column",
                "messages_column")  # fmt: skip

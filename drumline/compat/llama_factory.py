@@ -10,6 +10,7 @@ from typing import Any
 from drumline.compat.arguments import HUB, LOGS, NEUTRAL, OUTSIDE, SECRET, Defaults, called, training_arguments
 from drumline.compat.deepspeed import load_file, new_path, tracker
 from drumline.compat.groups import put_algorithm
+from drumline.compat.mixtures import rows_held_out
 from drumline.compat.rules import Rule, flag, gone, if_on, later, name_list, number, one_of, only, switch, to, whole
 from drumline.compat.sheet import AUTO, Old, Sheet, pop, refuse, shown
 from drumline.compat.trl import ROLLOUT, rollouts, template
@@ -249,5 +250,5 @@ def patience(sheet: Sheet) -> None:
 
 def hold_out(sheet: Sheet, old: Old | None) -> None:
     """val_size and its like: a number of rows, or a part of them."""
-    if old is not None and old.value not in AUTO and (size := number(old)):
-        sheet.put("data.holdout", size if size < 1 else int(size), old)
+    if old is not None and old.value not in AUTO and number(old):
+        sheet.put("data.holdout", rows_held_out(old), old)

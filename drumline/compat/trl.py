@@ -87,7 +87,6 @@ MORE: dict[str, Rule] = by_word(
         "precompute_ref_batch_size ignore_bias_buffers bnb_4bit_quant_storage generate_during_eval": gone("nothing here needs it"),
         "accelerate_config": gone("convert that file, too, or train with --accelerate-config"),
         "env": gone("set variables of the environment in the shell"),
-        "datasets": only([], why="a mixture has other keys", fix="write its parts under data.train"),
     }
 )
 _RATE = {"sft": 2e-5, "reward": 1e-4, "ppo": 3e-6}
@@ -117,7 +116,7 @@ def trl_arguments(sheet: Sheet, olds: list[Old], trainer: str | None = None) -> 
     if trainer is None:
         hints = {"grpo": {"num_generations", "reward_funcs", "max_completion_length"}, "ppo": {"num_ppo_epochs", "total_episodes"},
                  "kto": {"desirable_weight"}, "reward": {"center_rewards_coefficient"}}  # fmt: skip
-        trainer = next((name for name, its in hints.items() if its & keys), None)
+        trainer = next((name for name, its in hints.items() if its & keys), None) or _by_folder(keys, olds[0].source.name)
     if trainer is None:
         training_arguments(sheet, olds, MORE)
         return
@@ -125,6 +124,13 @@ def trl_arguments(sheet: Sheet, olds: list[Old], trainer: str | None = None) -> 
     if TRAINERS[trainer] in ("grpo", "ppo"):
         more |= {"beta": to("algorithm.kl.coefficient", number), "loss_type": grpo_loss}
     training_arguments(sheet, olds, more, f"`trl {trainer}`", lambda sheet: combine(sheet, trainer, olds[0]), defaults_of(trainer))
+
+
+def _by_folder(keys: set[str], name: str) -> str | None:
+    """Of arguments that only trainers of pairs have: which one it is, as folders and names of recipes say it."""
+    if "beta" not in keys or "loss_type" in keys:
+        return None
+    return next((word for word in reversed(re.split(r"[\W_]+", name.lower())) if word in ("dpo", "orpo")), "dpo")
 
 
 def grpo_loss(sheet: Sheet, old: Old) -> None:

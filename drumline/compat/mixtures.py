@@ -1,0 +1,68 @@
+"""Mixtures of datasets: TRL's `datasets`, and dataset_mixture and dataset_mixer of the alignment handbook → data.train, data.eval."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from drumline.compat.rules import name_list, number
+from drumline.compat.sheet import Old, Sheet, pop, refuse, shown
+
+NAMES = {"id": "id", "path": "id", "name": "name", "config": "name", "split": "split"}
+
+
+def mixture(sheet: Sheet, old: Old) -> None:
+    """A list of datasets, or a section that has one, and rows to hold out."""
+    section = old.by_key() if isinstance(old.value, dict) else {"datasets": old}
+    listed = section.get("datasets", old)
+    if not isinstance(listed.value, list) or not all(isinstance(each, dict) for each in listed.value):
+        raise refuse(listed, f"{shown(listed.value)} given, a list of datasets is wanted", "begin each with `- id: …`")
+    sources = [_entry(sheet, replace(listed, value=each, place=(*listed.place, str(at)))) for at, each in enumerate(listed.value)]
+    sheet.put("data.train", sources, listed)
+    if (size := section.get("test_split_size")) is not None and size.value:
+        sheet.put("data.holdout", rows_held_out(size), size)
+
+
+def rows_held_out(old: Old) -> float | int:
+    """A number of rows, or a part of them."""
+    size = number(old)
+    return size if size < 1 else int(size)
+
+
+def _entry(sheet: Sheet, old: Old) -> dict[str, Any]:
+    entry = old.by_key()
+    source = {"kind": "hub", **{key: str(entry[name].value) for name, key in NAMES.items() if name in entry and entry[name].value}}
+    if "id" not in source:
+        raise refuse(old, "names no dataset", "write `id: org/name`")
+    if source.get("name") == "default":
+        del source["name"]
+    if "weight" in entry:
+        _take(source, number(entry["weight"]))
+    elif "fraction" in entry:
+        sheet.lacks(entry["fraction"], "sources are not cut to shares of a mixture", "set weight of each source")
+    return source
+
+
+def _take(source: dict[str, Any], part: float) -> None:
+    """The first rows of a split."""
+    if part < 1:
+        source["split"] = f"{source.get('split', 'train')}[:{part:.0%}]"
+
+
+def mixer(sheet: Sheet) -> None:
+    """dataset_mixer: {id: part of its rows}, with dataset_splits and dataset_configs."""
+    old = pop(sheet, "dataset_mixer", "dataset_splits", "dataset_configs")
+    mixed = old.get("dataset_mixer")
+    if mixed is None:
+        return
+    splits = name_list(old["dataset_splits"]) if "dataset_splits" in old else ["train"]
+    configs = name_list(old["dataset_configs"]) if "dataset_configs" in old else []
+    for key, words in (("train", ("train",)), ("eval", ("test", "valid", "eval"))):
+        sources: list[dict[str, Any]] = []
+        for split in (split for split in splits if any(word in split for word in words)):
+            for at, each in enumerate(mixed.inside()):
+                sources.append({"kind": "hub", "id": each.key, **({"name": configs[at]} if at < len(configs) else {}), "split": split})
+                if key == "train":
+                    _take(sources[-1], number(each))
+        if sources:
+            sheet.put(f"data.{key}", sources, mixed)
