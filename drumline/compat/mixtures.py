@@ -57,9 +57,9 @@ def mixer(sheet: Sheet) -> None:
         return
     splits = name_list(old["dataset_splits"]) if "dataset_splits" in old else ["train"]
     configs = name_list(old["dataset_configs"]) if "dataset_configs" in old else []
-    for key, words in (("train", ("train",)), ("eval", ("test", "valid", "eval"))):
+    for key, parts in (("train", ("train",)), ("eval", ("test", "valid", "eval"))):
         sources: list[dict[str, Any]] = []
-        for split in (split for split in splits if any(word in split for word in words)):
+        for split in (split for split in splits if any(part in split for part in parts)):
             for at, each in enumerate(mixed.inside()):
                 sources.append({"kind": "hub", "id": each.key, **({"name": configs[at]} if at < len(configs) else {}), "split": split})
                 if key == "train":
