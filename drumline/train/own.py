@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,6 +178,59 @@ def require_one_model(plan: Plan, models: int) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise UserError(reason, where="strategy", fix="use ddp or fsdp2 with their defaults, or one module that holds the models")
+
+
+def makers(pairs: Mapping[str, Any]) -> dict[str, Any]:
+    """The same {name: (build, make_optimizer)}, whose optimizers are looked at. Raises UserError for what is made already, and for an
+    optimizer that cannot be stepped."""
+
+    def checked(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def made(model: Any) -> Any:
+            optimizer = make(model)
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                what = f"make_optimizer returns {type(optimizer).__name__}, an optimizer of torch is wanted"
+                raise UserError(what, where="session.prepare", fix="return it")
+            closure = inspect.signature(optimizer.step).parameters.get("closure")
+            if closure is not None and closure.default is inspect.Parameter.empty:
+                what = f"{type(optimizer).__name__} computes the loss itself, several times a step"
+                raise UserError(what, where="session.prepare", fix="take an optimizer whose step requires no closure")
+            return optimizer
+
+        return made
+
+    for build, make in pairs.values():
+        if isinstance(build, nn.Module) or not callable(build):
+            fix = "give a class or a function, such as lambda: Net(): it is called where no memory is taken"
+            raise UserError(f"build is a {type(build).__name__} that is made already", where="session.prepare", fix=fix)
+        if not callable(make):
+            fix = "give a function: lambda model: torch.optim.AdamW(model.parameters())"
+            raise UserError(f"make_optimizer is a {type(make).__name__} that is made already", where="session.prepare", fix=fix)
+    return {name: (build, checked(make)) for name, (build, make) in pairs.items()}
+
+
+def require_sum(loss_sum: Any, weight: Any, learns: bool) -> None:
+    """Raises UserError for what is no loss sum, with gradients where this rank `learns` from it, and no weight; what lies on the device is
+    not read."""
+    fix = "call s.backward(losses.sum(), number of samples or tokens)"
+    if not isinstance(loss_sum, torch.Tensor) or loss_sum.numel() != 1:
+        shape = f"of shape {list(loss_sum.shape)}" if isinstance(loss_sum, torch.Tensor) else f"a {type(loss_sum).__name__}"
+        raise UserError(f"the loss is {shape}, a tensor of one number is wanted", where="session.backward", fix=fix)
+    if learns and not loss_sum.requires_grad:
+        raise UserError("the loss has no gradients", where="session.backward", fix="compute it from the model, outside of torch.no_grad")
+    if not isinstance(weight, torch.Tensor) and not (isinstance(weight, int | float) and weight >= 0):
+        raise UserError(f"the weight is {weight!r}, a number of 0 or more is wanted", where="session.backward", fix=fix)
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """What `log` shows. Raises UserError for what is no number."""
+    found = {}
+    for name, value in metrics.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            what = f"{name} is a {type(value).__name__}, a number is wanted"
+            raise UserError(what, where="session.log", fix="print texts, and log numbers") from None
+    return found
 
 
 def scalar(value: Any, device: str) -> torch.Tensor:

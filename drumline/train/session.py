@@ -42,6 +42,7 @@ from drumline.parallel.optimizer import MakeOptimizer
 from drumline.parallel.transforms import batch_norms
 from drumline.strategies.build import build_module
 from drumline.telemetry.events import Emit, Eval, Step
+from drumline.train import own
 from drumline.train.build import Start, checkpointer_of, memory_of
 from drumline.train.entry import MainReporter, Reporter, run_start
 from drumline.train.own import MAIN, Engines, Model, Trained, claim, plan_of, print_error, report, require_one_model, restarted, scalar
@@ -141,6 +142,7 @@ class Session:
         if self._models or not pairs or any(make is None for _, make in pairs.values()) or any("/" in n or "." in n for n in pairs):
             what = "prepare takes build and make_optimizer, or {name: (build, make_optimizer)}, once"
             raise UserError(what, where="session.prepare", fix="see docs/session.md")
+        pairs = own.makers(pairs)
         require_one_model(self.plan, len(pairs))
         found, memory = None, memory_of(self.plan, self.resume is True)
         if self.resume:
@@ -251,6 +253,7 @@ class Session:
         """Accumulate the gradients of the sum of a micro-batch's losses, in the parameters of one model alone. `weight`: what the sum is
         divided by in the end, summed over the global batch: samples, tokens."""
         model = self._model(of)
+        own.require_sum(loss_sum, weight, self.plan.engine != "pipeline")
         other_grads = [(p, p.grad) for name, other in self._models.items() if name != of for p in other.engine.named.values()]
         for parameter, _ in other_grads:
             parameter.grad = None
@@ -338,7 +341,7 @@ class Session:
         for name in self._stepped():
             prefix = f"{name}_" if name else ""
             scalars |= {f"{prefix}loss": self.losses[name], f"{prefix}grad_norm": self.grad_norms[name]}
-        scalars |= {name: float(value) for name, value in metrics.items()}
+        scalars |= own.numbers(metrics)
         now, batch, model = time.time(), self.plan.batch, next(iter(self._models.values()))
         before, self._logged = self._logged, (self.steps, now, self._state.tokens)
         seconds = (now - before[1]) / max(1, self.steps - before[0])

@@ -144,6 +144,41 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("made", "make", "what"),
+    [
+        (build(), sgd, "build is a Linear that is made already"),
+        (build, sgd(build()), "make_optimizer is a SGD that is made already"),
+        (build, lambda model: None, "returns NoneType, an optimizer of torch is wanted"),
+        (build, lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS computes the loss itself"),
+    ],
+    ids=["module", "optimizer", "nothing", "closure"],
+)
+def test_what_prepare_cannot_take(tmp_path: Path, made: Any, make: Any, what: str) -> None:
+    with pytest.raises(UserError, match=what), session(tmp_path) as s:
+        s.prepare(made, make)
+
+
+def test_what_backward_and_log_cannot_take(tmp_path: Path) -> None:
+    with session(tmp_path) as s:
+        model, _ = s.prepare(build, sgd)
+        for batch in s.batches(ROWS, collate, steps=1):
+            loss, weight = loss_of(model, batch)
+            for given, what in (
+                ((loss.expand(2), weight), r"of shape \[2\], a tensor of one number"),
+                ((3.0, weight), "the loss is a float"),
+                ((loss.detach(), weight), "has no gradients"),
+                ((loss, -1), "weight is -1"),
+                ((loss, "four"), "weight is 'four'"),
+            ):
+                with pytest.raises(UserError, match=what):
+                    s.backward(*given)
+            s.backward(loss, weight)
+            assert s.step()
+            with pytest.raises(UserError, match="note is a str, a number is wanted"):
+                s.log(note="good")
+
+
+@pytest.mark.parametrize(
     ("strategy", "what"),
     [("zero2", "ZeRO takes one model"), ({"kind": "fsdp2", "sync_each_micro_batch": False}, "reduce after each micro-batch")],
     ids=["zero2", "fsdp2"],
