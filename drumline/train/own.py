@@ -21,7 +21,9 @@ from drumline.core.config import Config
 from drumline.core.load import Draft, refused, validated
 from drumline.core.plan import Plan
 from drumline.core.resolve import resolve
+from drumline.core.run import RunConfig
 from drumline.core.urls import is_url
+from drumline.dist.seeds import derive
 from drumline.dist.start import leave_process
 from drumline.errors import CheckpointError, DataError, DrumlineError, EnvironmentFault, UserError
 from drumline.foreign import disk_errors
@@ -206,6 +208,52 @@ def makers(pairs: Mapping[str, Any]) -> dict[str, Any]:
             fix = "give a function: lambda model: torch.optim.AdamW(model.parameters())"
             raise UserError(f"make_optimizer is a {type(make).__name__} that is made already", where="session.prepare", fix=fix)
     return {name: (build, checked(make)) for name, (build, make) in pairs.items()}
+
+
+_in_turn = False  # while a session steps its optimizers
+
+
+def take_step(engine: OpenEngine, lr: float | None, norm: torch.Tensor, finite: torch.Tensor) -> None:
+    """The engine's step, in which alone the user's optimizer may step."""
+    global _in_turn
+    _in_turn = True
+    try:
+        engine.step(lr, norm, finite)
+    finally:
+        _in_turn = False
+
+
+def _only_in_turn(*_: object) -> None:
+    """Raises UserError for a step that would come beside the session's."""
+    if not _in_turn:
+        raise UserError("optimizer.step() is called by s.step()", where="session", fix="leave it out, and optimizer.zero_grad() as well")
+
+
+def guarded(optimizer: Any) -> Any:
+    """The optimizer, which from now on steps in the session's turn alone."""
+    if isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed's steps for its engine alone
+        optimizer.register_step_pre_hook(_only_in_turn)
+    return optimizer
+
+
+def measured(given: Any) -> tuple[Any, ...]:
+    """What `measure` of evaluate returns. Raises UserError for another form."""
+    if isinstance(given, tuple | list) and len(given) in (2, 3) and (len(given) == 2 or isinstance(given[2], Mapping)):
+        return tuple(given)
+    what = f"measure returns {type(given).__name__}, (loss sum, weight) or (loss sum, weight, {{name: sum}}) is wanted"
+    raise UserError(what, where="session.evaluate", fix="return losses.sum(), len(batch)")
+
+
+def require_more(rows: bool, ended: bool) -> None:
+    """Raises UserError for a second loop over a run that a first one has brought to its end: `epochs` and `steps` count the whole run."""
+    if ended and not rows:
+        what = "the run is at its end: epochs and steps count the whole run, whatever loop takes its batches"
+        raise UserError(what, where="session.batches", fix="write one loop: for batch in s.batches(dataset, collate, epochs=N)")
+
+
+def seeded(run: RunConfig, name: str) -> RunConfig:
+    """Models of other names are drawn from other seeds."""
+    return run.model_copy(update={"seed": derive(run.seed, name) % 2**31}) if name else run
 
 
 def require_sum(loss_sum: Any, weight: Any, learns: bool) -> None:

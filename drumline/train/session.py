@@ -87,7 +87,7 @@ class Session:
         self._logged, self._epoch = (0, self.started, 0), 0.0
         self._models: dict[str, Trained] = {}
         self._now: tuple[int, bool] | None = None  # of the micro-batch that the loop is in: its end's position, whether it is the last
-        self._signal = 0
+        self._signal, self._ended = 0, False
         self.metric: float | None = None
 
     # ---------------------------------------------------------------------------------------------------- start and end
@@ -151,7 +151,8 @@ class Session:
             prefix = f"{name}/" if name else ""
             keys = frozenset(n.removeprefix(prefix) for n in found.checkpoint_keys if n.startswith(prefix)) if found else frozenset()
             options: dict[str, Any] = {"units": self.units, "tp_plan": self.tp_plan, "overlaps": len(pairs) == 1}
-            plan = self.plan.model_copy(update={"config": self.plan.config.model_copy(update={"run": self._seeded(name)})})
+            run = own.seeded(self.plan.config.run, name)
+            plan = self.plan.model_copy(update={"config": self.plan.config.model_copy(update={"run": run})})
             self._models[name] = Trained(build_module(plan, build_one, self.device, keys, make_optimizer=make, **options))
         self.engines = Engines({name: model.engine for name, model in self._models.items()})
         for model in self._models.values() if self.is_first else ():
@@ -165,13 +166,8 @@ class Session:
         saved, again = self.steps if found and found.path and checkpointer.is_kept(found.path) else -1, ("resume=True", "resume={!r}")
         parts = (self.plan, self.engines, self._state, checkpointer, self.emit, self.gather, self.stop_flag)
         self.saver = Saver(*parts, saved, again, memory)
-        made = {name: (Model(model.engine), model.engine.optimizer) for name, model in self._models.items()}
+        made = {name: (Model(model.engine), own.guarded(model.engine.optimizer)) for name, model in self._models.items()}
         return made[MAIN] if MAIN in made else ({n: m for n, (m, _) in made.items()}, {n: o for n, (_, o) in made.items()})
-
-    def _seeded(self, name: str) -> Any:
-        """Models of other names are drawn from other seeds."""
-        run = self.plan.config.run
-        return run.model_copy(update={"seed": derive(run.seed, name) % 2**31}) if name else run
 
     # -------------------------------------------------------------------------------------------------------- the loop
 
@@ -220,7 +216,7 @@ class Session:
         seed = derive(config.run.seed, "order") if shuffle else None
         rank = self.plan.mesh.data_rank(self.ranks.rank)
         passes = None if steps is not None else epochs
-        rows = iter(global_batches(dataset, batch, rank, self.position, passes, seed))
+        rows, began = iter(global_batches(dataset, batch, rank, self.position, passes, seed)), self.position
         while steps is None or self.steps < steps:
             seed_step(config.run.seed, self.steps, *self.plan.mesh.stream(self.ranks.rank))
             micro_batches = next(rows, None)
@@ -246,6 +242,8 @@ class Session:
                 raise UserError(what, where="session.batches", fix="call s.step() after s.backward() in each turn of the loop")
             self._state.step, self._state.position = self.steps + (not self._stepped()), end
             self._stop_if_requested()
+        own.require_more(self.position > began, self._ended)
+        self._ended = True
         self._land()
         self._stop_if_requested()
 
@@ -279,7 +277,7 @@ class Session:
         engine.divide(torch.where(whole > 0, whole, 1.0) / self.plan.batch.global_samples)
         engine.max_grad_norm = max_grad_norm
         norm = engine.grad_norm()
-        engine.step(lr, norm, torch.isfinite(total["loss"]) & torch.isfinite(norm))
+        own.take_step(engine, lr, norm, torch.isfinite(total["loss"]) & torch.isfinite(norm))
         total.fetch(norm)
         self.metric = None
         first = not self._stepped()
@@ -322,7 +320,7 @@ class Session:
                 states.enter_context(model.engine.evaluating())
             for samples, counts in held_out(dataset, micro_batch or self.plan.batch.eval_micro_batch, rank, ranks):
                 batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), collate(samples))
-                loss_sum, weight, *more = measure(batch)
+                loss_sum, weight, *more = own.measured(measure(batch))
                 for name, value in {"loss": loss_sum, "weight": weight, **(more[0] if more else {})}.items():
                     part = torch.as_tensor(value, device=self.device).double() * counts
                     sums[name] = sums.get(name, torch.zeros_like(part)) + part

@@ -158,6 +158,35 @@ def test_what_prepare_cannot_take(tmp_path: Path, made: Any, make: Any, what: st
         s.prepare(made, make)
 
 
+def test_a_second_loop_over_a_run_that_has_ended_says_so(tmp_path: Path) -> None:
+    with session(tmp_path) as s:
+        model, _ = s.prepare(build, sgd)
+        for batch in s.batches(ROWS, collate, epochs=1):
+            s.backward(*loss_of(model, batch))
+            s.step()
+        with pytest.raises(UserError, match="epochs and steps count the whole run"):
+            list(s.batches(ROWS, collate, epochs=1))
+    with drumline.session("single", "fp32", run_dir=tmp_path / "run", device="cpu", global_samples=4, resume=True) as s:
+        s.prepare(build, sgd)
+        assert not list(s.batches(ROWS, collate, epochs=1)), "a run that was gone on with at its end has nothing to do"
+
+
+def test_an_optimizer_steps_in_the_session_s_step_alone(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"optimizer\.step\(\) is called by s\.step\(\)"), session(tmp_path) as s:
+        model, optimizer = s.prepare(build, sgd)
+        for batch in s.batches(ROWS, collate, steps=1):
+            s.backward(*loss_of(model, batch))
+            optimizer.step()
+
+
+def test_what_measure_returns(tmp_path: Path) -> None:
+    with session(tmp_path) as s:
+        s.prepare(build, sgd)
+        for given in (3.0, {"loss": 1.0}, (1.0,), (1.0, 2, 3)):
+            with pytest.raises(UserError, match="measure returns"):
+                s.evaluate(ROWS, collate, lambda batch, given=given: given)
+
+
 def test_what_backward_and_log_cannot_take(tmp_path: Path) -> None:
     with session(tmp_path) as s:
         model, _ = s.prepare(build, sgd)
