@@ -39,7 +39,7 @@ ANSWERS = (
 )  # fmt: skip
 TEXTS = ("content", "document", "article", "passage", "sentence", "review", "code")
 TALKS = ("conversations", "conversation", "messages", "dialogue", "dialog", "trajectory", "chat")
-SIDES = ("prompt", "completion", "chosen", "rejected")
+SIDES = ("prompt", "completion", "chosen", "rejected", "chosen_messages", "rejected_messages")
 LISTS = ("completions", "responses", "answers", "candidates", "outputs")
 BEST_HIGH, BEST_LOW = ("scores", "score", "ratings", "rating", "rewards", "overall_score", "pm_score"), ("ranks", "rank", "ranking")
 PAIRS = (
@@ -53,6 +53,7 @@ PAIRS = (
     ("response_j", "response_k"),
     ("response_w", "response_l"),
     ("better", "worse"),
+    ("chosen_messages", "rejected_messages"),
 )
 SIGN = ("below 0", "above 0")
 VERDICTS = (  # two answers, the column that names the better, what it says of each
@@ -198,12 +199,9 @@ def _system(there: Values) -> tuple[list[dict[str, Any]], set[str]]:
 
 def _repeats(there: Values) -> bool:
     """Whether a pair has its prompt twice: as a text, and in both sides, which are whole conversations."""
-    prompt = there.get("prompt")
-
-    def has(side: Any) -> bool:
-        return _is_whole(side) and any(str(prompt) in str(turn.get("content")) for turn in side if isinstance(turn, Mapping))
-
-    return isinstance(prompt, str) and has(there.get("chosen")) and has(there.get("rejected"))
+    prompt, sides = there.get("prompt"), [there[key] for key in ("chosen", "rejected") if _is_whole(there.get(key))]
+    has = [any(str(prompt) in str(turn.get("content")) for turn in side if isinstance(turn, Mapping)) for side in sides]
+    return isinstance(prompt, str) and len(has) == 2 and all(has)
 
 
 def _is_whole(side: Any) -> bool:
@@ -329,9 +327,11 @@ def _ranked(there: Values, wants: str, origin: str) -> Found | None:
 
 
 def _pair(there: Values, wants: str, origin: str) -> Found | None:
-    prompt = _first(there, PROMPTS, str | list | Mapping)
-    if wants != "pair" or prompt is None or _sides(there) is None:
+    prompt, sides = _first(there, PROMPTS, str | list | Mapping), _sides(there)
+    if wants != "pair" or sides is None or (prompt is None and (sides == PAIRS[0] or not all(_is_whole(there[side]) for side in sides))):
         return None
+    if prompt is None:
+        return {"chosen": there[sides[0]], "rejected": there[sides[1]]}, set(sides)
     question, tools = there[prompt], {}
     if isinstance(question, Mapping):  # OpenAI's preferences
         tools = {"tools": question["tools"]} if question.get("tools") else {}

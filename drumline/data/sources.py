@@ -202,6 +202,7 @@ def _check_message(message: Any, label: str, origin: str, number: int) -> None:
     for index, part in enumerate(content if isinstance(content, list) else []):
         if not (isinstance(part, dict) and (is_image(part) or isinstance(part.get("text"), str))):
             found = part.get("type") if isinstance(part, dict) else type(part).__name__
+            found = f"text under {', '.join(map(str, part))}" if found == "text" else found
             raise DataError(f"row {number}: {label}.content[{index}] is {found}, neither text nor an image", where=origin)
         _checked("text", f"{label}.content[{index}]", part.get("text") or "", origin, number)
     if isinstance(content, str):

@@ -44,7 +44,35 @@ def read_talk(name: str, value: Any, origin: str) -> tuple[str, Any]:
 
 def _is_ours(turn: Mapping[str, Any]) -> bool:
     named = turn.get("from") is None and turn.get("function_call") is None and _role(turn) == turn.get("role")
-    return named and ("content" in turn or not {"text", "value"} & turn.keys())
+    return named and not _by_value(turn) and ("content" in turn or not {"text", "value"} & turn.keys())
+
+
+def _by_value(turn: Mapping[str, Any]) -> bool:
+    """Whether its content is in parts {type, value}."""
+    content = turn.get("content")
+    return isinstance(content, list) and any(isinstance(part, Mapping) and "value" in part and "text" not in part for part in content)
+
+
+def _joined(message: dict[str, Any], origin: str) -> dict[str, Any]:
+    """A message whose parts {type, value} are texts, reasoning, calls and images."""
+    parts, calls, thoughts = list[Any](), list[dict[str, Any]](), list[str]()
+    for part in message["content"]:
+        kind, value = (str(part.get("type")), part.get("value")) if isinstance(part, Mapping) else ("", None)
+        if kind in CALLS:
+            if (found := calls_of(value)) is None:
+                raise DataError("a call in a message is no JSON of a call", where=origin, fix="give {name, arguments}, or a list of them")
+            calls += found
+        elif kind in ("reasoning", "thinking") and isinstance(value, str):
+            thoughts.append(value)
+        elif kind == "text" and isinstance(value, str):
+            parts.append({"type": "text", "text": value})
+        else:
+            parts.append({"type": "image", "image": value} if kind.startswith("image") else part)
+    texts = [part["text"] for part in parts if part.keys() == {"type", "text"}] if all(isinstance(part, dict) for part in parts) else []
+    made = {**message, "content": "".join(texts) if len(texts) == len(parts) else parts}
+    if "loss_weight" in made:
+        made["weight"] = made.pop("loss_weight")
+    return made | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
 
 
 def _role(turn: Mapping[str, Any]) -> Any:
@@ -102,7 +130,7 @@ def _message(turn: Any, origin: str) -> dict[str, Any]:
                 message["content"] = message.pop(name)
         if (call := message.pop("function_call", None)) is not None:  # OpenAI's older name
             message["tool_calls"] = [{"type": "function", "function": call}]
-        return message
+        return _joined(message, origin) if _by_value(message) else message
     role, text = str(turn["from"]).lower(), turn.get("value", turn.get("content"))
     if role not in ROLES:
         raise DataError(f"a turn is from {turn['from']!r}", where=origin, fix=f"turns are from {', '.join(ROLES)}")

@@ -10,6 +10,7 @@ import pytest
 
 from drumline.core.data import PAIR_FORMS, PROMPT_FORMS, TEXT_FORMS, DataConfig, FileSource, Forms
 from drumline.data.encode import PairRows, TextRows
+from drumline.data.formats import shaped
 from drumline.data.sources import read_rows
 from drumline.errors import DataError
 from drumline.models.templates import read_template
@@ -175,3 +176,23 @@ def test_names_in_capitals_stay_for_rewards(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"Question": "q?", "Answer": "4", "Level": 2}) + "\n")
     (row,) = read_rows(FileSource(path="rows.jsonl"), tmp_path, PROMPT_FORMS)
     assert (row.values, row.extra) == ({"prompt": "q?"}, {"Answer": "4", "Level": 2})
+
+
+def test_messages_in_parts_with_a_value() -> None:
+    """As in the rows of LLaMA-Factory's second version."""
+
+    def said(role: str, *parts: tuple[str, str], **rest: Any) -> dict[str, Any]:
+        return {"role": role, "content": [{"type": kind, "value": value} for kind, value in parts], **rest}
+
+    call = {"name": "add", "arguments": {"a": 1}}
+    asked, answered = said("user", ("text", "hi"), loss_weight=0.0), said("assistant", ("reasoning", "r"), ("tool_call", json.dumps(call)))
+    ask = {"role": "user", "content": "hi"}
+    row = shaped({"messages": [asked, answered]}, TEXT_FORMS, "auto", "")
+    assert row[0] == "sharegpt" and row[1]["messages"][0] == {**ask, "weight": 0.0}
+    calls = [{"type": "function", "function": call}]
+    assert row[1]["messages"][1] == {"role": "assistant", "content": "", "reasoning_content": "r", "tool_calls": calls}
+    image = shaped({"messages": [said("user", ("image_url", "a.png"), ("text", "who?"))]}, TEXT_FORMS, "auto", "")[1]["messages"][0]
+    assert image["content"] == [{"type": "image", "image": "a.png"}, {"type": "text", "text": "who?"}]
+    sides = {"chosen_messages": [ask, said("assistant", ("text", "a"))], "rejected_messages": [ask, said("assistant", ("text", "b"))]}
+    pair = {name: [ask, {"role": "assistant", "content": text}] for name, text in (("chosen", "a"), ("rejected", "b"))}
+    assert shaped(sides, PAIR_FORMS, "auto", "") == ("pair", pair)

@@ -258,6 +258,7 @@ def test_images_that_rows_hold(tmp_path: Path, folder: Path, monkeypatch: pytest
         ({"prompt": "x", "completion": "x", "image": "data:image/png;base64,!"}, "is no data URL of base64"),
         ({"messages": [{"role": "user", "content": "<image>"}], "images": ["a.png", "b.png"]}, "1 more images than places"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "more places for images than images"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "body": "a"}]}]}, r"content\[0\] is text under type, body, neither"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, r"content\[0\] is video, neither text nor an image"),
         ({"prompt": "<image>", "completion": "x", "images": ["gone.png"]}, "gone.png: no such file"),
         ({"prompt": "<image>", "completion": "x", "images": ["bad.png"]}, "bad.png: cannot be read"),
