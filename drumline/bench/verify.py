@@ -227,7 +227,9 @@ class Difference:
 
     @property
     def largest(self) -> float:
-        return max(self.loss, self.grad_norm, self.weights, self.moments or 0.0)
+        """What a tolerance is held against. Moments count half: among them are averages of squares, and where a gradient differs by 1e-5 of
+        itself, its square does by 2e-5."""
+        return max(self.loss, self.grad_norm, self.weights, (self.moments or 0.0) / 2)
 
 
 def difference(run: Path, reference: Path) -> Difference:
