@@ -36,12 +36,12 @@ MUTATIONS = [
     Mutation(
         "a rank divides by its own tokens", "train/loop.py",
         "weight, tokens = batch.of_all or self._of_all(batch)", "weight, tokens = sum(float(b.weight) for b in batch.micro_batches), 1.0",
-        (f"{PARITY}[ddp 2-clipped hard]",),
+        (f"{PARITY}[ddp 2, accumulation 4-clipped hard]",),
     ),
     Mutation(
         "a sum is taken for a mean", "parallel/native.py",
         "(loss_sum * (self.averaged_over / denominator", "(loss_sum * (1 / denominator",
-        (f"{PARITY}[ddp 2-clipped hard]",),
+        (f"{PARITY}[ddp 2, accumulation 4-clipped hard]",),
     ),
     Mutation(
         "what the user says is learned", "data/batches.py",
