@@ -11,7 +11,7 @@ from drumline.compat import accelerate as acc
 from drumline.compat import groups
 from drumline.compat.deepspeed import clip, found, new_path, power_of_two, tracker
 from drumline.compat.groups import NO_SCHEDULES, SCHEDULES, step_count
-from drumline.compat.mixtures import mixture, rows_held_out
+from drumline.compat.mixtures import hold_out, mixture
 from drumline.compat.rules import Rule, flag, gone, if_on, later, name_list, number, one_of, only, read, switch, to, whole
 from drumline.compat.sheet import AUTO, Lacking, Old, Sheet, refuse, shown
 from drumline.core.mistakes import by_word
@@ -184,7 +184,7 @@ TABLE: dict[str, Rule] = by_word(
         "dataset_name dataset_test_split dataset_streaming max_train_samples max_eval_samples dataset_text_field prompt_column": later(),
         "dataset_config dataset_config_name": later("dataset_config"),
         "datasets dataset_mixture": mixture,
-        "test_split_size": to("data.holdout", rows_held_out),
+        "test_split_size": hold_out,
         "dataset_mixer dataset_splits dataset_configs": later(),
         "dataset_train_split dataset_split": later("dataset_train_split"),
         "train_file train_files train_data_path dataset_path data_path": later("train_file"),

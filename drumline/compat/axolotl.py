@@ -20,7 +20,8 @@ from drumline.compat.arguments import (
 )
 from drumline.compat.deepspeed import found, new_path, tracker
 from drumline.compat.groups import put_algorithm
-from drumline.compat.llama_factory import KERNELS, LORA_PLUS, guess_stage, hold_out, patience, pure_bf16, waits_as
+from drumline.compat.llama_factory import KERNELS, LORA_PLUS, guess_stage, patience, pure_bf16, waits_as
+from drumline.compat.mixtures import hold_out
 from drumline.compat.rules import Rule, flag, gone, if_on, later, name_list, number, one_of, only, read, switch, to, whole
 from drumline.compat.sheet import AUTO, Old, Sheet, pop, refuse
 from drumline.compat.trl import ROLLOUT, grpo_loss, rollouts, template

@@ -10,7 +10,7 @@ from typing import Any
 from drumline.compat.arguments import HUB, LOGS, NEUTRAL, OUTSIDE, SECRET, Defaults, called, training_arguments
 from drumline.compat.deepspeed import load_file, new_path, tracker
 from drumline.compat.groups import put_algorithm
-from drumline.compat.mixtures import rows_held_out
+from drumline.compat.mixtures import hold_out
 from drumline.compat.rules import Rule, flag, gone, if_on, later, name_list, number, one_of, only, switch, to, whole
 from drumline.compat.sheet import AUTO, Old, Sheet, pop, refuse, shown
 from drumline.compat.trl import ROLLOUT, rollouts, template
@@ -246,9 +246,3 @@ def patience(sheet: Sheet) -> None:
         sheet.put("eval.patience", whole(old), old)
     elif old is not None:
         sheet.lacks(old, "evaluations are counted where they come each N steps or epochs", "set eval.every and eval.patience")
-
-
-def hold_out(sheet: Sheet, old: Old | None) -> None:
-    """val_size and its like: a number of rows, or a part of them."""
-    if old is not None and old.value not in AUTO and number(old):
-        sheet.put("data.holdout", rows_held_out(old), old)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from drumline.compat.rules import name_list, number
-from drumline.compat.sheet import Old, Sheet, pop, refuse, shown
+from drumline.compat.sheet import AUTO, Old, Sheet, pop, refuse, shown
 
 NAMES = {"id": "id", "path": "id", "name": "name", "config": "name", "split": "split"}
 
@@ -19,14 +19,13 @@ def mixture(sheet: Sheet, old: Old) -> None:
         raise refuse(listed, f"{shown(listed.value)} given, a list of datasets is wanted", "begin each with `- id: …`")
     sources = [_entry(sheet, replace(listed, value=each, place=(*listed.place, str(at)))) for at, each in enumerate(listed.value)]
     sheet.put("data.train", sources, listed)
-    if (size := section.get("test_split_size")) is not None and size.value:
-        sheet.put("data.holdout", rows_held_out(size), size)
+    hold_out(sheet, section.get("test_split_size"))
 
 
-def rows_held_out(old: Old) -> float | int:
-    """A number of rows, or a part of them."""
-    size = number(old)
-    return size if size < 1 else int(size)
+def hold_out(sheet: Sheet, old: Old | None) -> None:
+    """Hold out a number of rows, or a part of them, where a key says so."""
+    if old is not None and old.value not in AUTO and (size := number(old)):
+        sheet.put("data.holdout", size if size < 1 else int(size), old)
 
 
 def _entry(sheet: Sheet, old: Old) -> dict[str, Any]:

@@ -87,14 +87,13 @@ def later(name: str | None = None) -> Rule:
     def rule(sheet: Sheet, old: Old) -> None:
         if old.value in AUTO:
             return
-        other = sheet.waiting.get(key := name or old.key)
-        if other is not None and other.place != old.place and other.value is False:
-            other = None  # two switches of one thing: the one that is on counts
-        if other is not None and str(other.value).lower() != str(old.value).lower():
-            if other.place != old.place and old.value is False:
-                return
+        other = sheet.waiting.setdefault(key := name or old.key, old)
+        if other.place != old.place and False in (other.value, old.value):
+            sheet.waiting[key] = old if other.value is False else other  # two switches of one thing: the one that is on counts
+        elif str(other.value).lower() != str(old.value).lower():
             raise contradiction(old, other)
-        sheet.waiting[key] = old
+        else:
+            sheet.waiting[key] = old
 
     return rule
 

@@ -113,8 +113,7 @@ def in_steps(config: Config, batch: BatchPlan, data: DataPlan | None, why: list[
     """The config with steps where `every` counts epochs; as it is while the data is not prepared."""
     for name in ("checkpoint", "eval"):
         section = getattr(config, name)
-        epochs = passes(section.every) if isinstance(section.every, str) else None
-        if epochs is None or data is None:
+        if (epochs := passes(section.every)) is None or data is None:
             continue
         every = max(1, round(epochs * _steps_of_epoch(config, batch, data)))
         why.append(f"{name}.every {section.every}: {every} steps")

@@ -26,6 +26,7 @@ from drumline.core.section import (
     Rate,
     Section,
     Steps,
+    passes,
 )
 from drumline.core.strategy import Strategy, StrategySpec
 from drumline.core.urls import UrlText
@@ -255,10 +256,6 @@ class CheckpointConfig(Section):
         return self.url is not None or self.replicas > 0
 
 
-def _in_epochs(every: int | str | None) -> bool:
-    return isinstance(every, str) and every != "auto"
-
-
 class Config(Section):
     """The whole YAML."""
 
@@ -308,7 +305,7 @@ class Config(Section):
             raise ValueError(f"data.{key} is of rows with columns, and model.kind python takes samples as they are: leave it out")
         if self.algorithm.rollout is not None and (key := self.data.ordered):
             raise ValueError(f"data.{key} orders samples, and prompts are dealt by algorithm.curriculum: use its weights")
-        counted = [key for key, section in (("checkpoint", self.checkpoint), ("eval", self.eval)) if _in_epochs(section.every)]
+        counted = [key for key, section in (("checkpoint", self.checkpoint), ("eval", self.eval)) if passes(section.every)]
         if self.data.stream and counted:
             raise ValueError(f"data.stream has no epochs: give {counted[0]}.every in steps")
         if self.data.stream and self.run.steps is None:

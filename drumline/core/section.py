@@ -39,9 +39,9 @@ Weight = Annotated[float, Field(ge=0, le=MOST_WEIGHT)]
 Above0 = Annotated[float, Field(gt=0, le=MOST_WEIGHT)]
 
 
-def passes(every: str) -> float | None:
-    """The passes over the data of `N epochs`; None for another text."""
-    found = re.fullmatch(r"(\d*\.?\d+) *epochs?", every)
+def passes(every: int | str | None) -> float | None:
+    """The passes over the data of `N epochs`; None for anything else."""
+    found = re.fullmatch(r"(\d*\.?\d+) *epochs?", str(every))
     return float(found[1]) if found else None
 
 
