@@ -36,16 +36,19 @@ def _entry(sheet: Sheet, old: Old) -> dict[str, Any]:
     if source.get("name") == "default":
         del source["name"]
     if "weight" in entry:
-        _take(source, number(entry["weight"]))
+        _take(source, entry["weight"])
     elif "fraction" in entry:
         sheet.lacks(entry["fraction"], "sources are not cut to shares of a mixture", "set weight of each source")
     return source
 
 
-def _take(source: dict[str, Any], part: float) -> None:
-    """The first rows of a split."""
-    if part < 1:
-        source["split"] = f"{source.get('split', 'train')}[:{part:.0%}]"
+def _take(source: dict[str, Any], old: Old) -> None:
+    """The first rows of a split, in whole percents, as datasets cuts it."""
+    if (part := number(old)) >= 1:
+        return
+    if (percent := round(part * 100)) < 1:
+        raise refuse(old, f"{shown(old.value)} given, a split is cut to whole percents", "set it to 0.01 or more, or leave the dataset out")
+    source["split"] = f"{source.get('split', 'train')}[:{percent}%]"
 
 
 def mixer(sheet: Sheet) -> None:
@@ -62,6 +65,6 @@ def mixer(sheet: Sheet) -> None:
             for at, each in enumerate(mixed.inside()):
                 sources.append({"kind": "hub", "id": each.key, **({"name": configs[at]} if at < len(configs) else {}), "split": split})
                 if key == "train":
-                    _take(sources[-1], number(each))
+                    _take(sources[-1], each)
         if sources:
             sheet.put(f"data.{key}", sources, mixed)

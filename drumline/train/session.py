@@ -24,6 +24,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import default_collate
 
 from drumline.checkpoint.ranks import Ranks as RankGroup
 from drumline.core.explain import default_run_dir
@@ -51,6 +52,7 @@ from drumline.train.state import Flight, Goodput, TrainState, judge
 from drumline.vendor.torch import tree_map_only
 
 Pair = tuple[Build, MakeOptimizer]
+Collate = Callable[[list[Any]], Any]
 FIX = 'look at the samples, lower the rate, or pass over it: on_nan="skip"'
 
 
@@ -203,7 +205,7 @@ class Session:
         return {name: model.last.grad_norm for name, model in self._models.items() if model.last}
 
     def batches(
-        self, dataset: Any, collate: Callable[[list[Any]], Any], *, epochs: int | None = 1, steps: int | None = None, shuffle: bool = True
+        self, dataset: Any, collate: Collate = default_collate, *, epochs: int | None = 1, steps: int | None = None, shuffle: bool = True
     ) -> Iterator[Any]:
         """`collate(samples)` of each micro-batch of this rank, its tensors on the device, from `position` on.
 
@@ -308,7 +310,7 @@ class Session:
                 judge(flight, self.plan, self._state, model.engine.rescales(), self.emit, "on_nan", FIX)
 
     def evaluate(
-        self, dataset: Any, collate: Callable[[list[Any]], Any], measure: Callable[..., Any], micro_batch: int | None = None
+        self, dataset: Any, collate: Collate, measure: Callable[..., Any], micro_batch: int | None = None
     ) -> dict[str, float]:
         """Means over a dataset, each sample once over all ranks, without gradients. `measure(batch)` → (loss sum, weight), or with a
         dictionary of further sums behind. The result's `loss` chooses the best checkpoint, where it is saved at this step. Collective."""

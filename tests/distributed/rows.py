@@ -8,7 +8,6 @@ from typing import Any
 from tests.harness import KTO, LETTERS
 
 TOLERANCE = 1e-5
-MOMENTS = 2 * TOLERANCE  # among them are averages of squares: where a gradient differs by 1e-5 of itself, its square does by 2e-5
 STEPS = 3  # the last of them is counted
 
 

@@ -217,6 +217,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (DATA + "lr_scheduler_type: inverse_sqrt\n", ["'inverse_sqrt' cannot be translated", "linear, cosine"]),
     (DATA + "max_length: 4\nmax_seq_length: 8\n", ["old.yaml:3: max_seq_length: 8, but old.yaml:2: max_length says 4"]),
     (DATA + "label_smoothing_factor: 0.1\n", ["old.yaml:2", "does not do that"]),
+    ("model_name_or_path: ./m\ndataset_mixer: {a/b: 0.001}\n", ["a/b: 0.001 given, a split is cut to whole percents"]),
     ("model_name_or_path: ./m\ndatasets: a/b\n", ["old.yaml:2: datasets: 'a/b' given, a list of datasets is wanted"]),
     ("model_name_or_path: ./m\ndataset_mixture: {datasets: [{split: a}]}\n", ["old.yaml:2: dataset_mixture.datasets.0: names no dataset"]),
     (DATA + "report_to: neptune\n", ["no tracker 'neptune'", "wandb"]),

@@ -161,7 +161,7 @@ def test_what_prepare_cannot_take(tmp_path: Path, made: Any, make: Any, what: st
 def test_a_second_loop_over_a_run_that_has_ended_says_so(tmp_path: Path) -> None:
     with session(tmp_path) as s:
         model, _ = s.prepare(build, sgd)
-        for batch in s.batches(ROWS, collate, epochs=1):
+        for batch in s.batches(ROWS, epochs=1):
             s.backward(*loss_of(model, batch))
             s.step()
         with pytest.raises(UserError, match="epochs and steps count the whole run"):
