@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from drumline.errors import ModelError
 from drumline.parallel.compress import Compressor
 from drumline.parallel.experts import of_experts
 from drumline.parallel.norms import local
+from drumline.vendor.torch import DefaultAllGather, DefaultReduceScatter
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -98,27 +99,66 @@ class Replicated(Spread):
 
 
 class Sharded(Spread):
-    """FSDP2. Evaluation gathers weights too, so it goes through the same module. It waits within forward and backward, where it has no
-    clock: exposed communication is not known."""
+    """FSDP2. Evaluation gathers weights too, so it goes through the same module."""
 
-    def __init__(self, module: FSDPModule, sync_each_micro_batch: bool, casts: bool = False, more_roots: Iterable[FSDPModule] = ()) -> None:
-        """`casts`: weights are gathered in a lower precision than they are kept in. `more_roots`: further roots (stages of one rank)."""
+    def __init__(
+        self,
+        module: FSDPModule,
+        sync_each_micro_batch: bool,
+        casts: bool = False,
+        more_roots: Iterable[FSDPModule] = (),
+        timed: bool = False,
+    ) -> None:
+        """`casts`: weights are gathered in a lower precision than they are kept in. `more_roots`: further roots (stages of one rank).
+        `timed`: all communication is gathers and scattered sums that have ended when they return, as on a CPU: it is exposed, and
+        measured."""
         assert isinstance(module, nn.Module)
         super().__init__(module)
         self.casts = casts
         roots = nn.ModuleList([module, *more_roots])  # type: ignore[list-item]
         self.units = [unit for unit in roots.modules() if isinstance(unit, FSDPModule)]
         self.fsdp, self.sync_each_micro_batch = module, sync_each_micro_batch
+        self.timed, self.trains, self.waited = timed, False, 0.0
+        gathers: Any = Timed(DefaultAllGather(), self._took)
+        sums: Any = Timed(DefaultReduceScatter(), self._took)
+        for unit in self.units if timed else ():
+            unit.set_custom_all_gather(gathers)
+            unit.set_custom_reduce_scatter(sums)
 
-    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+    def _took(self, seconds: float) -> None:
+        self.waited += seconds if self.trains else 0.0
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
         self.fsdp.set_requires_gradient_sync(last or self.sync_each_micro_batch)
-        return contextlib.nullcontext()
+        self.trains = True
+        try:
+            yield
+        finally:
+            self.trains = False
+
+    def exposed_communication(self) -> float | None:
+        waited, self.waited = self.waited, 0.0
+        return waited if self.timed else None
 
     def reshard(self) -> None:
         """After forwards without a backward, cut again what they left gathered (the root, in the type that it computes in). Until
         then the model's parameters are those, not the trainable shards."""
         for unit in self.units:
             unit.reshard()
+
+
+class Timed:
+    """A collective of FSDP2 that says how many seconds a call took."""
+
+    def __init__(self, collective: Any, took: Callable[[float], None]) -> None:
+        self.allocate, self.collective, self.took = collective.allocate, collective, took
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        work = self.collective(*args, **kwargs)
+        self.took(time.perf_counter() - began)
+        return work
 
 
 class BucketedAllReduce(Spread):

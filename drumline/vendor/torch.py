@@ -4,6 +4,8 @@ from drumline.vendor import names
 
 PLACES = {
     "BatchNorm": "torch.nn.modules.batchnorm:_BatchNorm",
+    "DefaultAllGather": "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultAllGather",
+    "DefaultReduceScatter": "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultReduceScatter",
     "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",
     "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",

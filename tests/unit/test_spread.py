@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from drumline.parallel.data_parallel import BucketedAllReduce
+from drumline.parallel.data_parallel import BucketedAllReduce, Sharded
 from tests.distributed.ranks import free_port
 
 pytestmark = pytest.mark.slow
@@ -31,7 +34,27 @@ def worker(rank: int, port: int, results: Any) -> None:
                 sum((p.sum() * (10**rank) for p in used), torch.zeros(())).backward()
         assert spread.exposed_communication() > 0
         results.append((rank, [None if p.grad is None else p.grad.flatten().tolist() for p in module]))
+    waits(rank, results)
     dist.destroy_process_group()
+
+
+def waits(rank: int, results: Any) -> None:
+    """FSDP2 takes what a rank waits for a slower one within a micro-batch, once; what is gathered for evaluation is no part of a step."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    spread = Sharded(fully_shard(module, mesh=init_device_mesh("cpu", (2,))), sync_each_micro_batch=False, timed=True)
+    if rank:
+        time.sleep(1.0)
+    with torch.no_grad():
+        module(torch.ones(2, 4))
+    spread.reshard()
+    assert spread.exposed_communication() == 0
+    if rank:
+        time.sleep(1.0)
+    with spread.micro_batch(last=True):
+        module(torch.ones(2, 4)).sum().backward()
+    waited = spread.exposed_communication()
+    assert waited is not None and spread.exposed_communication() == 0
+    results.append((rank, waited))
 
 
 def test_gradients_are_the_mean_over_ranks() -> None:
@@ -39,7 +62,10 @@ def test_gradients_are_the_mean_over_ranks() -> None:
     with mp.Manager() as manager:
         results = manager.list()
         mp.spawn(worker, (port, results), nprocs=2)
-        assert len(results) == 6
-        for _, gradients in results:
+        of_fsdp2 = dict(found for found in results if isinstance(found[1], float))
+        assert of_fsdp2[0] > of_fsdp2[1]
+        found = [gradients for _, gradients in results if isinstance(gradients, list)]
+        assert len(found) == 6
+        for gradients in found:
             # Two micro-batches of 1 and of 10: (2 + 20) / 2.
             assert gradients == [[11.0] * 3, [11.0] * 8, [10.0], None]

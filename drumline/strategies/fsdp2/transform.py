@@ -28,11 +28,14 @@ def spread(
     """`roots`: modules that run, each with the model in it. A model without weights is sharded first, then its parts are filled."""
     dtype = gathered_in(plan, isinstance(roots[0][0], Plain))
     experts = expert_mesh(whole) if plan.mesh.ep > 1 else None
-    first, *more_roots = [apply_fsdp2(root, inner, options, data_mesh(whole), dtype, experts) for root, inner in roots]
+    mesh = data_mesh(whole)
+    first, *more_roots = [apply_fsdp2(root, inner, options, mesh, dtype, experts) for root, inner in roots]
     values.fill(model, offloaded=plan.offload == "cpu")
     # torch's stages hold the reduction back until the last micro-batch, and then start it themselves.
     sync = options.sync_each_micro_batch and plan.engine != "pipeline"
-    return Sharded(first, sync, casts=dtype is not None, more_roots=more_roots)
+    # Hybrid sharding also sums over replicas, and stages train outside of `micro_batch`: neither passes by these clocks.
+    timed = mesh.device_type == "cpu" and mesh.ndim == 1 and plan.engine != "pipeline"
+    return Sharded(first, sync, casts=dtype is not None, more_roots=more_roots, timed=timed)
 
 
 def apply_fsdp2(
