@@ -24,14 +24,15 @@ setup-dev: $(BIN)/.dev
 demo: setup
 	@$(BIN)/drumline train examples/sft_smollm2.yaml run.dir=runs/demo-$$(date +%Y%m%d-%H%M%S) $(if $(shell command -v nvidia-smi),,--nproc 2)
 
+# Three workers on two cores: while one waits for its processes, the others compute.
 test: setup-dev lint
-	$(BIN)/python -m pytest --durations=30 -n 2 --dist loadfile
+	$(BIN)/python -m pytest --durations=30 -n 3 --dist loadfile
 
 test-fast: setup-dev
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile tests/unit
 
 test-full: setup-dev lint
-	$(BIN)/python -m pytest --full --durations=30 -n 2 --dist loadfile
+	$(BIN)/python -m pytest --full --durations=30 -n 3 --dist loadfile
 
 # The oldest versions that pyproject.toml admits; torch comes with gigabytes of CUDA packages, so this is not for CI.
 OLDEST := .venv-oldest

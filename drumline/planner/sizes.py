@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -153,5 +153,6 @@ def parse(body: str) -> tuple[int, ModelFacts]:
     return length, replace(facts, block_weights=tuple(facts.block_weights[kind] for kind in blocks))
 
 
+@cache  # its schema takes 20 ms to make
 def _adapter() -> TypeAdapter[ModelFacts]:
     return TypeAdapter(ModelFacts)

@@ -31,8 +31,8 @@ QUICK = [
     "eval.at_start=false",
     "data.eval=[]",
 ]
-# With the real model in every run of the suite; the others of it where `--full` is asked for.
-REAL = ("sft_smollm2", "grpo_smollm2")
+# With the real model in every run of the suite; the others with it where `--full` is asked for.
+REAL = ("sft_smollm2",)
 PAIRS = ("reward_smollm2", "dpo_smollm2")
 # What they show is a strategy, which parity tests: their first steps run where `--full` is asked for, and are planned here.
 STRATEGIES = ("context_parallel", "ddp", "diloco", "fsdp2", "pipeline", "tensor_parallel", "zero3_offload", "sft_two_tasks", "lora")

@@ -79,6 +79,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert losses(run) == losses(tmp_path / "own") and len(losses(run)) == 4
 
 
+@pytest.mark.full
 def test_a_run_folder_that_cannot_be_had_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     command = [sys.executable, "-m", "drumline", "launch", str(LOOP), "--nproc", "2", "--", "ddp", str(tmp_path / "run"), "4"]

@@ -107,6 +107,13 @@ AGAIN = (
     "whole heads",
     "lora, fused projections",
     "odd widths",
+    "all biases",
+    "norms between",
+    "bias of queries",
+    "scaled embedding",
+    "lora",
+    "stream, whole heads",
+    "stream, queries, keys and values in one",
 )
 
 

@@ -229,9 +229,10 @@ KINDS = {
     "tokens": LoRAConfig(r=4, trainable_tokens=(3, 200), targets="attention"),
     "two": LoRAConfig(r=4, targets="attention", more={"feed": LoRAFactors(r=2, alpha=8, rslora=True, targets=["up_proj", "q_proj"])}),
 }
+AGAIN = ("dora", "pissa")  # with --full: another has both
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.full if kind in AGAIN else []) for kind in KINDS])
 def test_kinds_change_nothing_at_first_and_are_exported_as_they_were_trained(folder: Path, tmp_path: Path, kind: str) -> None:
     """Merged for transformers, and apart for PEFT."""
     from transformers import AutoModelForCausalLM

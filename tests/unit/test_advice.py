@@ -108,6 +108,7 @@ def test_the_largest_micro_batch_of_each_family() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_more_hosts_side_by_side() -> None:
     answers = what_if(question("8b", {"device": "h100-80g", "per_node": 8, "inter": "8x400Gb"}, batch={"global_samples": 512}), [1, 2, 4])
     assert [answer.question.cluster.world_size for answer in answers] == [8, 16, 32]

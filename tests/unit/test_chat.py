@@ -117,6 +117,7 @@ def test_the_command_reads_a_pipe(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_ctrl_c_stops_an_answer(folder: Path) -> None:
     command = [sys.executable, "-u", "-m", "drumline", "chat", str(folder), "--max-new-tokens", "90000", "--temperature", "0"]
     chat = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)

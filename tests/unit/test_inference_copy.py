@@ -41,7 +41,7 @@ def shaken(model: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("adapter", [pytest.param(False, marks=pytest.mark.full), True], ids=["whole", "lora"])
 @pytest.mark.parametrize("kind", [c.HFGenerator, c.ContinuousGenerator])
 def test_a_copy_samples_what_the_live_model_samples(folder: Path, adapter: bool, kind: Any) -> None:
     learned, tokenizer = shaken(load(folder, adapter=adapter)), tiny_tokenizer()

@@ -127,6 +127,7 @@ def test_init_asks_five_questions_on_stdin(run: Run, model: Path, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_init_asks_again_in_a_terminal(model: Path, tmp_path: Path) -> None:
     write_config(tmp_path, model)
     path = tmp_path / "typed.yaml"

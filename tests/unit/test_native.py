@@ -81,7 +81,7 @@ def plain(model_dir: Path) -> list[tuple[float, float]]:
         pytest.param({"algorithm": {"kind": "sft", "loss_chunk": 0}}, "fp32", 1e-6, id="all logits"),
         pytest.param({"model": {"attention": "eager"}}, "fp32", 1e-5, id="eager attention"),
         pytest.param({"optimizer": {"fused": False}}, "fp32", 1e-5, id="unfused"),
-        pytest.param({"compile": {"enabled": True}}, "fp32", 1e-4, id="compiled"),
+        pytest.param({"compile": {"enabled": True}}, "fp32", 1e-4, id="compiled", marks=pytest.mark.full),
         pytest.param(
             {"compile": {"enabled": True}, "memory": {"activation_checkpointing": "selective"}},
             "fp32",

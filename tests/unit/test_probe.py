@@ -141,6 +141,7 @@ def test_a_probe_leaves_nothing_behind(answer: Answer, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_best_two_are_tried_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scratch").mkdir()
     monkeypatch.setitem(drumline.__globals__["ENV"], "TMPDIR", str(tmp_path / "scratch"))
