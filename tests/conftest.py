@@ -20,7 +20,7 @@ os.environ.update({name: ENV[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-LONG = ("tests/hosts/", "tests/slurm/")
+LONG = ("tests/hosts/", "tests/slurm/", "tests/faults/", "tests/distributed/", "tests/configs/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

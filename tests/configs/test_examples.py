@@ -34,8 +34,23 @@ QUICK = [
 # With the real model in every run of the suite; the others with it where `--full` is asked for.
 REAL = ("sft_smollm2",)
 PAIRS = ("reward_smollm2", "dpo_smollm2")
-# What they show is a strategy, which parity tests: their first steps run where `--full` is asked for, and are planned here.
-STRATEGIES = ("context_parallel", "ddp", "diloco", "fsdp2", "pipeline", "tensor_parallel", "zero3_offload", "sft_two_tasks", "lora")
+# What they show is a strategy, which parity tests, or what another shows: their first steps run where `--full` is asked for.
+AGAIN = (
+    "languages_bert",
+    "own_data",
+    "resnet50_ddp_syncbn",
+    "grpo_smollm2",
+    "context_parallel",
+    "ddp",
+    "diloco",
+    "fsdp2",
+    "pipeline",
+    "tensor_parallel",
+    "zero3_offload",
+    "sft_two_tasks",
+    "lora",
+)
+PLANNED = ("sft_smollm2", "mesh_8", "zero3_offload", "dpo_smollm2")  # all the others where `--full` is asked for
 # Processes: what needs more is parsed and dry-run only.
 MOST = 4
 # A rollout of two episodes a step, of prompts that are cut rather than refused.
@@ -88,7 +103,7 @@ def test_parses(path: Path) -> None:
 
 
 @needs_the_model
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [pytest.param(p, id=p.stem, marks=[] if p.stem in PLANNED else pytest.mark.full) for p in EXAMPLES])
 def test_dry_run(path: Path, tmp_path: Path, instead: dict[str, list[str]]) -> None:
     finished = drumline("train", path, f"run.dir={tmp_path / 'run'}", *instead.get(path.stem, []), "--dry-run")
     assert finished.code == 0, finished.err
@@ -105,7 +120,7 @@ def first_steps() -> list[Any]:
             continue
         weights = (config.model.id or "").startswith("package:") and config.model.init != "random"
         full = weights and path.stem not in REAL
-        again = [pytest.mark.full] if path.stem in STRATEGIES else []
+        again = [pytest.mark.full] if path.stem in AGAIN else []
         params.append(pytest.param(path, True, id=path.stem, marks=[pytest.mark.slow, *([pytest.mark.full] if full else again)]))
         if full and path.stem not in PAIRS:
             params.append(pytest.param(path, False, id=f"{path.stem}, tiny", marks=[pytest.mark.slow, *again]))

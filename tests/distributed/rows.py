@@ -34,7 +34,7 @@ class Case:
     sections: dict[str, Any]
     rows: tuple[str, ...] = ()
     architecture: str = "llama"  # or one of tests.tiny.ARCHITECTURES
-    kin: str = ""  # the case whose work this does with another loss: it meets one engine, or none, where that one meets all
+    kin: str = ""  # the case whose work this does with another loss, whose formula has unit tests
 
 
 def engine_of(row: Row) -> str:
@@ -53,8 +53,8 @@ def group_of(row: Row) -> str:
 
 
 def covering(pairs: list[tuple[Row, Case]]) -> set[tuple[str, str]]:
-    """Names of pairs in which each algorithm meets every engine that it is asked of (those of a `kin` one), and each row and each case
-    stands once: greedily, the pair that gives most first. `pytest --full` runs the rest."""
+    """Names of pairs in which each algorithm meets every engine that it is asked of (one, where its cases have a `kin`), and each row and
+    each case without a `kin` stands once: greedily, the pair that gives most first. `pytest --full` runs the rest."""
     lacking = dict.fromkeys(need for pair in pairs for need in needs(*pair))
     chosen: list[tuple[Row, Case]] = [pair for pair in pairs if (pair[0].name, pair[1].name) in NAMED]
     while lacking := {need: None for need in lacking if not any(need in needs(*pair) for pair in chosen)}:
@@ -64,7 +64,8 @@ def covering(pairs: list[tuple[Row, Case]]) -> set[tuple[str, str]]:
 
 def needs(row: Row, case: Case) -> tuple[object, ...]:
     kind = str(case.sections.get("algorithm", {}).get("kind"))
-    return (row.name, case.name, *([(kind, engine_of(row))] if not case.kin or engine_of(row) == ENGINE_OF_KIN else []))
+    engine = engine_of(row)
+    return (row.name, *([(kind, engine)] if not case.kin or engine == ENGINE_OF_KIN else []), *([case.name] if not case.kin else []))
 
 
 ENGINE_OF_KIN = "ddp"
@@ -326,13 +327,16 @@ CASES += [
         {"algorithm": {"kind": "dpo", "loss_chunk": 32, "loss_weights": {"aot": 1.0, "aot_unpaired": 0.5}}, **TWO_STEPS},
         rows=SORTS,
     ),
-    *(Case(f"dpo, {loss}", {"algorithm": {"kind": "dpo", "loss_chunk": 32, "loss": loss}, **TWO_STEPS}, rows=KINDS) for loss in OF_PAIRS),
     *(
-        Case(f"dpo, {loss}", {"algorithm": {"kind": "dpo", "loss": loss, "label_smoothing": 0.1}, **TWO_STEPS}, rows=KINDS)
+        Case(f"dpo, {loss}", {"algorithm": {"kind": "dpo", "loss_chunk": 32, "loss": loss}, **TWO_STEPS}, rows=KINDS, kin="dpo")
+        for loss in OF_PAIRS
+    ),
+    *(
+        Case(f"dpo, {loss}", {"algorithm": {"kind": "dpo", "loss": loss, "label_smoothing": 0.1}, **TWO_STEPS}, rows=KINDS, kin="dpo")
         for loss in ("robust", "exo_pair")
     ),
     *(
-        Case(f"dpo, {divergence}", {"algorithm": {"kind": "dpo", "f_divergence": divergence}, **TWO_STEPS}, rows=KINDS)
+        Case(f"dpo, {divergence}", {"algorithm": {"kind": "dpo", "f_divergence": divergence}, **TWO_STEPS}, rows=KINDS, kin="dpo")
         for divergence in ("forward_kl", "js_divergence", "alpha_divergence")
     ),
     *(
@@ -344,6 +348,7 @@ CASES += [
                 "run": {"steps": 2, "seed": 2},
             },
             rows=KINDS,
+            kin="grpo",
         )
         for name, options in {
             "gspo": {"ratio": "sequence", "normalize": "sequence"},

@@ -78,8 +78,8 @@ BASE: dict[str, Any] = {
     "checkpoint": {"every": None, "asynchronous": False, "export": "none"},
 }
 ASKED = [(way, case) for way in WAYS for case in way.cases]
-# One case of each way, in turn, so that each case meets some; the others are for `--full`.
-KEPT = {(way.name, way.cases[index % len(way.cases)]) for index, way in enumerate(WAYS)}
+# One case of every other way, in turn; the others are for `--full`.
+KEPT = {(way.name, way.cases[index % len(way.cases)]) for index, way in enumerate(WAYS) if index % 2 == 0}
 
 
 @pytest.fixture(scope="module")

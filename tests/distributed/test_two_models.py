@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.harness import drumline, same_weights, weights, write_config
 from tests.tiny import tiny_model_dir
 
@@ -13,6 +15,7 @@ ALGORITHM = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 def test_goes_on_under_another_strategy_and_exports_the_policy(tmp_path: Path) -> None:
     model = tiny_model_dir(tmp_path / "model")
     sections = {"rows": 24, "algorithm": ALGORITHM, "data": {"packing": False}, "schedule": {"kind": "constant"}}

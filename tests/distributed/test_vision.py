@@ -57,7 +57,8 @@ ASKED = [(way, case) for way in WAYS for case in way.cases]
 RESUMED = [(Way("zero2", {"strategy": "zero2"}), "text apart"), (Way("zero3", {"strategy": CUT}), "tower frozen")]
 # Each case and each way has another that stays; `--full` has these.
 AGAIN = [("ddp", "packed"), ("ddp", "lora"), ("fsdp2", "tower frozen"), ("ddp, activation checkpointing", "text apart"), ("zero3", "lora"),
-         ("fsdp2", "text apart"), ("ddp", "tower frozen"), ("zero3", "text apart")]  # fmt: skip
+         ("fsdp2", "text apart"), ("ddp", "tower frozen"), ("zero3", "text apart"), ("fsdp2", "lora"), ("zero2", "text apart"),
+         ("fsdp2, activation checkpointing", "text apart")]  # fmt: skip
 RESUMED += [(Way("fsdp2", {"strategy": "fsdp2"}), "tower frozen")]
 
 

@@ -31,9 +31,10 @@ def told(run: Path, kind: str, keys: tuple[str, ...]) -> dict[int, Any]:
     return {event["step"]: {key: event[key] for key in keys} for event in events(run, kind)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
-    [{"minibatches": 2, "epochs": 2, "dynamic_sampling": 1}, pytest.param({"minibatches": 4, "ahead": 1}, marks=pytest.mark.full)],
+    [{"minibatches": 2, "epochs": 2, "dynamic_sampling": 1}, {"minibatches": 4, "ahead": 1}],
     ids=["one after another", "ahead"],
 )
 def test_killed_in_a_rollout_then_resumed(tmp_path: Path, options: dict[str, Any]) -> None:

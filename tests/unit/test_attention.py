@@ -244,6 +244,7 @@ def test_a_recomputed_block_attends_to_its_own_batch() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_compiled_blocks_do_the_same() -> None:
     model, batch = build("llama"), batch_of((3, 7, 5))
     attend_by_documents(model, layout())

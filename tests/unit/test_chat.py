@@ -104,6 +104,7 @@ def test_a_refusing_template_is_one_line(loaded: Model) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_command_reads_a_pipe(folder: Path) -> None:
     """Answers and nothing else on standard output; `/exit` leaves what follows unread."""
     command = [sys.executable, "-m", "drumline", "chat", str(folder), "--max-new-tokens", "6", "--temperature", "0"]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU a part takes nine minutes: `make gpu`")
 
 MORE = (("memory", "losses"), ("speed", "SFT"), ("kernels", ""), ("rl", "ppo"))
-PARTS = [("tests", "losses"), *(pytest.param(*part, marks=pytest.mark.full) for part in MORE)]
+PARTS = [pytest.param(*part, marks=pytest.mark.full) for part in (("tests", "losses"), *MORE)]
 
 
 @NO_GPU

@@ -84,6 +84,7 @@ def test_spare_hosts() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_plan_says_what_faults_cost(run: Run) -> None:
     code, out, _ = run("plan", *PLAN, "--mtbf-hours", 50000, "--price", 2, "--tokens", "1e12", columns=80)
     assert code == 0 and "checkpoint.every=" in out and "100,000" in out and max(map(len, out.splitlines())) <= 120, out

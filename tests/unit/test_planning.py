@@ -188,6 +188,7 @@ def test_the_most_that_fits(run: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_what_if(run: Run) -> None:
     rows = json.loads(run("plan", *EIGHT_B, "--what-if", "nodes=1,2,4", "--json")[1])["what_if"]
     assert [(row["nodes"], row["devices"]) for row in rows] == [(1, 4), (2, 8), (4, 16)]

@@ -45,8 +45,6 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp2, bf16": {"strategy": "fsdp2", "precision": "bf16"},
 }
 
-# Weights that are gathered. `--full` has the rest.
-KEPT = ("fsdp2, bf16",)
 ONE = {"global_samples": 2, "micro_batch": 2}
 
 Made = Callable[[str], tuple[Plan, ModelFacts]]
@@ -93,7 +91,8 @@ def whole(plan: Plan) -> Traced:
     return run(plan.model_copy(update=alone), ROWS, LENGTH, gathered)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in KEPT else pytest.mark.full) for name in CASES])
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
 def test_a_trace_is_what_lives(made: Made, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The whole model traced, to 1%; what 2 and 4 layers say of all 8, to 2%; and the planner's peak made of that, to 5%."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
