@@ -36,6 +36,10 @@ REAL = ("sft_smollm2",)
 PAIRS = ("reward_smollm2", "dpo_smollm2")
 # What they show is a strategy, which parity tests, or what another shows: their first steps run where `--full` is asked for.
 AGAIN = (
+    "bert_large_ddp",
+    "digits_resnet",
+    "grpo_three_domains",
+    "pretrain_tiny",
     "languages_bert",
     "own_data",
     "resnet50_ddp_syncbn",

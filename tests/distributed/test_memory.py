@@ -106,7 +106,9 @@ REST = (
     "tp, sequence parallel", "ddp, sharded optimizer", "ddp x tp, sharded optimizer", "pp, interleaved", "single, tokens",
     "fsdp2, in backward", "qwen3_moe, ep", "deepseek_v3, ep", "mixtral, ep, adamw_8bit", "zero1, bf16", "zero2", "fsdp2, pure bf16",
     "ddp x pp, sharded optimizer", "tp, sequence parallel, full", "zero2, lora, bf16, full", "mixtral, ep", "gpt_oss, ep", "diloco",
-    "pp, accumulation 16, full", "single, pure bf16, kahan, full", "single, dora", "single, plain logits",
+    "pp, accumulation 16, full", "single, pure bf16, kahan, full", "single, dora", "single, plain logits", "single, selective",
+    "single, full, offloaded", "single, lora", "pp, zero bubble, full", "ddp, adamw_8bit", "fsdp2, muon", "single, 4bit, pure bf16, full",
+    "ddp, on the host", "zero2, bf16, offloaded",
 )  # fmt: skip
 NAMES = [pytest.param(name, marks=pytest.mark.full if name in REST else []) for name in ROWS]
 

@@ -172,7 +172,7 @@ def test_a_closed_socket_costs_its_sample(folder: Path) -> None:
 
 
 def test_a_module_that_writes_on_the_socket_is_refused_before_training(folder: Path) -> None:
-    loud = "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'junk' + bytes([10]))\n    except OSError: pass\n"
+    loud = "import os\nfor fd in range(3, 4096):\n    try: os.write(fd, b'junk' + bytes([10]))\n    except OSError: pass\n"
     (folder / "loud.py").write_text(loud)
     with pytest.raises(EnvironmentFault, match="wrote on a file descriptor that is not its own"):
         Isolated({0: reward(kind="function", path="loud.py:f")}, folder)
