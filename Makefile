@@ -63,7 +63,7 @@ gpu:
 
 lint: setup-dev
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/mypy -n 2
 
 clean:
 	rm -rf $(VENV) $(OLDEST) runs build *.egg-info
