@@ -119,11 +119,12 @@ class Sharded(Spread):
         self.units = [unit for unit in roots.modules() if isinstance(unit, FSDPModule)]
         self.fsdp, self.sync_each_micro_batch = module, sync_each_micro_batch
         self.timed, self.trains, self.waited = timed, False, 0.0
-        gathers: Any = Timed(DefaultAllGather(), self._took)
-        sums: Any = Timed(DefaultReduceScatter(), self._took)
-        for unit in self.units if timed else ():
-            unit.set_custom_all_gather(gathers)
-            unit.set_custom_reduce_scatter(sums)
+        if timed:
+            gathers: Any = Timed(DefaultAllGather(), self._took)
+            sums: Any = Timed(DefaultReduceScatter(), self._took)
+            for unit in self.units:
+                unit.set_custom_all_gather(gathers)
+                unit.set_custom_reduce_scatter(sums)
 
     def _took(self, seconds: float) -> None:
         self.waited += seconds if self.trains else 0.0

@@ -116,7 +116,7 @@ def test_dry_run(path: Path, tmp_path: Path, instead: dict[str, list[str]]) -> N
 
 
 def first_steps() -> list[Any]:
-    """(path, whether with the real model). With it all but two are what `--full` adds; pairs have a test of their own below."""
+    """(path, whether with the real model). With it all but one are what `--full` adds; pairs have a test of their own below."""
     params = []
     for path in EXAMPLES:
         config = load(path, []).config

@@ -55,17 +55,21 @@ def group_of(row: Row) -> str:
 def covering(pairs: list[tuple[Row, Case]]) -> set[tuple[str, str]]:
     """Names of pairs in which each algorithm meets every engine that it is asked of (one, where its cases have a `kin`), and each row and
     each case without a `kin` stands once: greedily, the pair that gives most first. `pytest --full` runs the rest."""
-    lacking = dict.fromkeys(need for pair in pairs for need in needs(*pair))
-    chosen: list[tuple[Row, Case]] = [pair for pair in pairs if (pair[0].name, pair[1].name) in NAMED]
-    while lacking := {need: None for need in lacking if not any(need in needs(*pair) for pair in chosen)}:
-        chosen.append(max(pairs, key=lambda pair: sum(need in lacking for need in needs(*pair))))
-    return {(row.name, case.name) for row, case in chosen}
+    gives = {(row.name, case.name): needs(row, case) for row, case in pairs}
+    chosen = set(NAMED)
+    lacking = set().union(*gives.values()).difference(*map(gives.get, chosen))
+    while lacking:
+        chosen.add(best := max(gives, key=lambda pair: len(gives[pair] & lacking)))
+        lacking -= gives[best]
+    return chosen
 
 
-def needs(row: Row, case: Case) -> tuple[object, ...]:
-    kind = str(case.sections.get("algorithm", {}).get("kind"))
-    engine = engine_of(row)
-    return (row.name, *([(kind, engine)] if not case.kin or engine == ENGINE_OF_KIN else []), *([case.name] if not case.kin else []))
+def needs(row: Row, case: Case) -> set[Any]:
+    """What a pair gives to the array."""
+    kind, engine = str(case.sections.get("algorithm", {}).get("kind")), engine_of(row)
+    if case.kin:
+        return {row.name, (kind, engine)} if engine == ENGINE_OF_KIN else {row.name}
+    return {row.name, (kind, engine), case.name}
 
 
 ENGINE_OF_KIN = "ddp"

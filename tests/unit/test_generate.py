@@ -212,8 +212,11 @@ def continuous(model: Any, **options: Any) -> ContinuousGenerator:
     return ContinuousGenerator(ContinuousConfig(**{"max_new_tokens": 24, **options}), model, tiny_tokenizer(), 7)
 
 
+MORE = ({"batch": 2}, {"top_p": 0.8, "temperature": 0.7})
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, *(pytest.param(o, marks=pytest.mark.full) for o in ({"batch": 2}, {"top_p": 0.8}))], ids=str)
+@pytest.mark.parametrize("options", [{}, *(pytest.param(o, marks=pytest.mark.full) for o in MORE)], ids=str)
 def test_continuous_batching_samples_what_generate_samples(model: Any, options: dict[str, Any]) -> None:
     """Twice as many requests as prompts: equal prompts share their cache, and their samples differ."""
     requests = [Request(p.tokens, (p.key[0], sample)) for p in prompts() for sample in range(2)]

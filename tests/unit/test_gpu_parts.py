@@ -17,11 +17,11 @@ pytestmark = pytest.mark.slow
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU a part takes nine minutes: `make gpu`")
 
-MORE = (("memory", "losses"), ("speed", "SFT"), ("kernels", ""), ("rl", "ppo"))
-PARTS = [pytest.param(*part, marks=pytest.mark.full) for part in (("tests", "losses"), *MORE)]
+PARTS = (("tests", "losses"), ("memory", "losses"), ("speed", "SFT"), ("kernels", ""), ("rl", "ppo"))
 
 
 @NO_GPU
+@pytest.mark.full
 @pytest.mark.parametrize(("part", "only"), PARTS)
 def test_a_part_runs(part: str, only: str, tmp_path: Path) -> None:
     out = tmp_path / "figures.json"

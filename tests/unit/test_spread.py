@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from drumline.parallel.data_parallel import BucketedAllReduce, Sharded
+from tests.checkpoint_ranks import run
 from tests.distributed.ranks import free_port
 
 pytestmark = pytest.mark.slow
@@ -34,27 +35,7 @@ def worker(rank: int, port: int, results: Any) -> None:
                 sum((p.sum() * (10**rank) for p in used), torch.zeros(())).backward()
         assert spread.exposed_communication() > 0
         results.append((rank, [None if p.grad is None else p.grad.flatten().tolist() for p in module]))
-    waits(rank, results)
     dist.destroy_process_group()
-
-
-def waits(rank: int, results: Any) -> None:
-    """FSDP2 takes what a rank waits for a slower one within a micro-batch, once; what is gathered for evaluation is no part of a step."""
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    spread = Sharded(fully_shard(module, mesh=init_device_mesh("cpu", (2,))), sync_each_micro_batch=False, timed=True)
-    if rank:
-        time.sleep(1.0)
-    with torch.no_grad():
-        module(torch.ones(2, 4))
-    spread.reshard()
-    assert spread.exposed_communication() == 0
-    if rank:
-        time.sleep(1.0)
-    with spread.micro_batch(last=True):
-        module(torch.ones(2, 4)).sum().backward()
-    waited = spread.exposed_communication()
-    assert waited is not None and spread.exposed_communication() == 0
-    results.append((rank, waited))
 
 
 def test_gradients_are_the_mean_over_ranks() -> None:
@@ -62,10 +43,29 @@ def test_gradients_are_the_mean_over_ranks() -> None:
     with mp.Manager() as manager:
         results = manager.list()
         mp.spawn(worker, (port, results), nprocs=2)
-        of_fsdp2 = dict(found for found in results if isinstance(found[1], float))
-        assert of_fsdp2[0] > of_fsdp2[1]
-        found = [gradients for _, gradients in results if isinstance(gradients, list)]
-        assert len(found) == 6
-        for gradients in found:
+        assert len(results) == 6
+        for _, gradients in results:
             # Two micro-batches of 1 and of 10: (2 + 20) / 2.
             assert gradients == [[11.0] * 3, [11.0] * 8, [10.0], None]
+
+
+def waited() -> float:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    spread = Sharded(fully_shard(module, mesh=init_device_mesh("cpu", (2,))), sync_each_micro_batch=False, timed=True)
+    late = float(dist.get_rank())
+    time.sleep(late)
+    with torch.no_grad():
+        module(torch.ones(2, 4))
+    spread.reshard()
+    assert spread.exposed_communication() == 0, "what is gathered for evaluation is no part of a step"
+    time.sleep(late)
+    with spread.micro_batch(last=True):
+        module(torch.ones(2, 4)).sum().backward()
+    seconds = spread.exposed_communication()
+    assert seconds is not None and spread.exposed_communication() == 0, "it counts once"
+    return seconds
+
+
+def test_fsdp2_takes_what_a_rank_waits_for_a_slower_one() -> None:
+    first, second = run(2, waited)
+    assert first > second

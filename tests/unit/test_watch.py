@@ -164,7 +164,7 @@ def test_browser(tmp_path: Path) -> None:
             tab.goto(url.replace(socket.gethostname(), "127.0.0.1"))
             tab.wait_for_selector(".chart .main-svg", timeout=60_000)
             tab.locator(".status", has_text="finished").wait_for(timeout=20_000)  # events come in portions
-            assert "token" not in tab.url
+            assert "token" not in tab.url and tab.inner_text(".status") == "finished"
             line = tab.locator(".chart path.js-line").first
             before = line.get_attribute("d")
             EventLog(run / "events.jsonl").emit(step(21, loss=0.25))
