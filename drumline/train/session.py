@@ -309,9 +309,7 @@ class Session:
                     self._state.tokens += int(flight.total["weight"])
                 judge(flight, self.plan, self._state, model.engine.rescales(), self.emit, "on_nan", FIX)
 
-    def evaluate(
-        self, dataset: Any, collate: Collate, measure: Callable[..., Any], micro_batch: int | None = None
-    ) -> dict[str, float]:
+    def evaluate(self, dataset: Any, collate: Collate, measure: Callable[..., Any], micro_batch: int | None = None) -> dict[str, float]:
         """Means over a dataset, each sample once over all ranks, without gradients. `measure(batch)` → (loss sum, weight), or with a
         dictionary of further sums behind. The result's `loss` chooses the best checkpoint, where it is saved at this step. Collective."""
         self._require_prepared()

@@ -1,6 +1,7 @@
 """Names that libraries keep for themselves, one file a library: no other file imports any (tests/unit/test_imports.py).
 
-Each is looked up when it is first used, so one that a version lacks costs only what needs it.
+Each is looked up when it is first used, so one that a version lacks costs only what needs it. MEMBERS of a file lists the hidden
+members of the library's classes that Drumline reads or overrides where it uses such a class (tests/unit/test_vendor.py finds them).
 """
 
 from __future__ import annotations

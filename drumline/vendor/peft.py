@@ -3,4 +3,5 @@
 from drumline.vendor import names
 
 PLACES = {"BaseTunerLayer": "peft.tuners.tuners_utils:BaseTunerLayer"}
+MEMBERS = {"peft.tuners.tuners_utils:BaseTunerLayer": ("_disable_adapters",)}
 __getattr__ = names("peft", "0.21.0", "0.21.2", PLACES)

@@ -42,4 +42,20 @@ PLACES = {
     "tree_map_only": "torch.utils._pytree:tree_map_only",
     "unpin_memory": "torch.cuda._pin_memory_utils:unpin_memory",
 }
+MEMBERS = {
+    "torch:Tensor": ("_base", "_is_view"),
+    "torch:UntypedStorage": ("_cdata",),
+    "torch:_ops.OpOverload": ("_schema",),
+    "torch.distributed:Reducer": ("_rebuild_buckets",),
+    "torch.distributed.device_mesh:DeviceMesh": ("_flatten",),
+    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent": (
+        *("_assign_worker_ranks", "_monitor_workers", "_pcontext", "_shutdown", "_start_workers", "_worker_group"),
+    ),
+    "torch.distributed.pipelining:PipelineStage": ("_create_grad_recv_info", "_setup_forward_recv_info"),
+    "torch.distributed.tensor:DTensor": ("_spec",),
+    "torch.nn:Module": ("_apply", "_buffers", "_modules", "_non_persistent_buffers_set", "_parameters"),
+    "torch.nn:Parameter": ("_backward_hooks",),
+    "torch.nn.modules.batchnorm:_BatchNorm": ("_check_input_dim",),
+    "torch.nn.parallel:DistributedDataParallel": ("_get_ddp_logging_data", "_set_ddp_runtime_logging_sample_rate"),
+}
 __getattr__ = names("torch", "2.11.0", "2.13.0", PLACES)

@@ -24,6 +24,10 @@ PLACES = {
     "sdpa_attention_forward": "transformers.integrations.sdpa_attention:sdpa_attention_forward",
     "smart_resize": "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl:smart_resize",
 }
+MEMBERS = {
+    "transformers:PreTrainedConfig": ("_attn_implementation",),
+    "transformers:PreTrainedModel": ("_is_hf_initialized", "_no_split_modules", "_supports_attention_backend", "_tp_plan"),
+}
 __getattr__ = names("transformers", "5.17.0", "5.23.0", PLACES)
 _find = __getattr__
 

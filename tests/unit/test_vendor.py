@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
+import inspect
 import re
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 
 from drumline.errors import EnvironmentFault
 from drumline.vendor import names
-from tests.unit.test_imports import FILES
+from tests.unit.test_imports import FILES, PACKAGE
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "peft")
 NAMES = [(library, name) for library in LIBRARIES for name in importlib.import_module(f"drumline.vendor.{library}").PLACES]
@@ -36,6 +38,73 @@ def test_every_name_is_used() -> None:
     }
     inside = {"transformers.and_masks", "transformers.packed_sequence_mask_function"}  # packed_mask uses them
     assert {f"{library}.{name}" for library, name in NAMES} == used - {"transformers.packed_mask"} | inside
+
+
+MEMBERS = [
+    (library, place, member)
+    for library in LIBRARIES
+    for place, members in importlib.import_module(f"drumline.vendor.{library}").MEMBERS.items()
+    for member in members
+]
+# Python's own, lm-eval's, and the mark of a function that torch has compiled.
+ELSEWHERE = {
+    *("_asdict", "_exit", "_replace", "_broken", "_call_queue", "_executor_manager_thread", "_run_exitfuncs", "_rank", "_world_size"),
+    "_torchdynamo_orig_callable",
+}
+
+
+def hidden_member(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and not name.startswith("_drumline") and name not in ELSEWHERE
+
+
+@pytest.mark.parametrize(("library", "place", "member"), MEMBERS, ids=[f"{place}.{member}" for _, place, member in MEMBERS])
+def test_the_member_is_there(library: str, place: str, member: str) -> None:
+    pytest.importorskip(library)
+    owner = names(library, "", "", {"owner": place})("owner")
+    if not hasattr(owner, member):  # set in an instance
+        assert any(member in inspect.getsource(base) for base in owner.__mro__ if base.__module__.startswith(library)), f"no {member}"
+
+
+def test_every_member_that_is_used_is_listed() -> None:
+    """Read or set on anything but our own objects, by a name that no class of ours makes."""
+    ours, used = set(), set()
+    for node in (node for path in FILES for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            ours.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            ours.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            own = isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in ("self", "cls")
+            (ours if own else used).add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr") and len(node.args) > 1:
+            used.add(getattr(node.args[1], "value", ""))
+    found = {name for name in used - ours if isinstance(name, str) and hidden_member(name)}
+    listed = {member for *_, member in MEMBERS}
+    assert found <= listed, sorted(found - listed)
+    assert listed <= used | overridden(), sorted(listed - used - overridden())
+
+
+def test_every_member_that_is_overridden_is_listed() -> None:
+    listed = {member for *_, member in MEMBERS}
+    assert overridden() <= listed, sorted(overridden() - listed)
+
+
+@functools.cache
+def overridden() -> set[str]:
+    """Hidden members of a library's class that a class of ours defines anew."""
+    found: set[str] = set()
+    for path in FILES:
+        if "class " not in (text := path.read_text()) or path.name == "__main__.py":
+            continue
+        classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef) and node.bases]
+        hidden = {node.name for made in classes for node in made.body if isinstance(node, ast.FunctionDef) and hidden_member(node.name)}
+        if not hidden:
+            continue
+        module = importlib.import_module(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"))
+        for made in (each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__):
+            bases = [base for base in made.__mro__ if base.__module__.split(".")[0] in LIBRARIES]
+            found |= {name for name in hidden & set(vars(made)) if any(name in vars(base) for base in bases)}
+    return found
 
 
 @pytest.mark.parametrize("place", ["torch.distributed.no_such_file:name", "torch.distributed:no_such_name", "torch:_C.no_such_name"])
