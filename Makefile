@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install -qq --disable-pip-version-check
+# Most modules that are installed are never imported: Python compiles those that are.
+PIP := $(BIN)/pip install -qq --disable-pip-version-check --no-compile
 
 .PHONY: demo test test-fast test-full test-oldest mutations docs lint setup setup-dev clean
 

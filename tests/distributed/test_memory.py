@@ -108,7 +108,7 @@ REST = (
     "ddp x pp, sharded optimizer", "tp, sequence parallel, full", "zero2, lora, bf16, full", "mixtral, ep", "gpt_oss, ep", "diloco",
     "pp, accumulation 16, full", "single, pure bf16, kahan, full", "single, dora", "single, plain logits", "single, selective",
     "single, full, offloaded", "single, lora", "pp, zero bubble, full", "ddp, adamw_8bit", "fsdp2, muon", "single, 4bit, pure bf16, full",
-    "ddp, on the host", "zero2, bf16, offloaded",
+    "ddp, on the host", "zero2, bf16, offloaded", "single, bf16, full", "ddp", "gpt_oss, fsdp2 x ep",
 )  # fmt: skip
 NAMES = [pytest.param(name, marks=pytest.mark.full if name in REST else []) for name in ROWS]
 
