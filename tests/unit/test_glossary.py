@@ -17,6 +17,7 @@ from drumline.core.load import schema
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").glob("*.md"))]
+HOUSE = ("ARCHITECTURE", "CHANGELOG", "CONTRIBUTING")
 PARTS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
 
@@ -97,7 +98,7 @@ def test_no_text_has_the_word(word: str, instead: str) -> None:
     assert not places, f"{word!r} — write {instead}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *(ROOT / f"{name}.md" for name in HOUSE)], ids=lambda page: page.name)
 def test_lines_of_prose_fit(page: Path) -> None:
     """At most 120 characters, but for tables, code and links that cannot be broken."""
     code = False
