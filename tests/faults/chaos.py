@@ -267,13 +267,16 @@ class Chaos:
         return float(seen()[0]["t"])
 
     def _walk(self, steps: int) -> None:
-        """Until the run is on all of its hosts and has logged so many steps there. Now and then one that lacks a host is hurt, too."""
+        """Until the run is on all of its hosts and has logged so many steps there. Now and then one that lacks a host is hurt, too. It
+        has come past the last fault: two kills of one rank after the same step are a crash loop, which ends a run."""
         whole = not self.world.elastic or self.draw.random() < 0.7
+        before = max((fault["step"] for fault in self.log.of("fault")[-1:]), default=-1)
 
         def there() -> bool:
             starts = self.log.of("run_start", self.launches[-1])[-1:]
             fits = [start for start in starts if not whole or start["world_size"] == self.world.ranks]
-            return bool(fits) and len(self.log.of("step", max(fits[0]["t"], self.since))) >= steps
+            done = self.log.of("step", max(fits[0]["t"], self.since)) if fits else []
+            return len(done) >= steps and done[-1]["step"] > before
 
         self._await(there, f"{steps} steps", BACK_SECONDS)
 
