@@ -6,6 +6,7 @@ encode, and with `numbers` no whole numbers of more than 64 bits.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -13,6 +14,7 @@ import re
 import stat
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
@@ -45,6 +47,13 @@ def path_mistake(path: str) -> str | None:
     if sizes[0] > MOST_PATH or max(sizes[1:]) > MOST_NAME:
         return f"a path or id of {len(path)} characters is too long: names have up to {MOST_NAME} bytes, paths {MOST_PATH}"
     return None
+
+
+def import_quietly(package: str) -> Any:
+    """A package, without the warnings about the syntax of its code: Python shows them where it compiles a module, at its first import."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        return importlib.import_module(package)
 
 
 def open_plain(path: Path, error_type: ErrorType, fix: str | None = None) -> BufferedReader:

@@ -19,7 +19,7 @@ from drumline.core.data import PAIR_FORMS, PROMPT_FORMS, DigitsSource, FileSourc
 from drumline.core.files import whole_file
 from drumline.data.places import DataFile
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import MIB, disk_errors, judged, parse_json
+from drumline.foreign import MIB, disk_errors, import_quietly, judged, parse_json
 from drumline.hardware.detect import cache_dir
 
 MOST_LINE = 256 * MIB  # bytes of one row
@@ -208,7 +208,7 @@ def read_tasks(source: TasksSource, forms: Forms) -> Iterator[Raw]:
     """`size` rows of the tasks in turn: the question as `prompt` and the name as `task`, with the answer as `completion`; for pairs the
     answer as `chosen` and a wrong one as `rejected`; for prompts what the verifier needs: `answer`, `options` and `entry`."""
     try:
-        import reasoning_gym
+        reasoning_gym = import_quietly("reasoning_gym")
     except ImportError as error:
         raise no_reasoning_gym() from error
     sets = []

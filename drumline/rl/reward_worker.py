@@ -29,7 +29,7 @@ from drumline.core.redact import redact, redacted_streams, reveal
 from drumline.core.registry import find_function
 from drumline.core.rollouts import FunctionReward, MathReward, RegexReward, Reward, TaskReward
 from drumline.errors import ConfigError, DrumlineError
-from drumline.foreign import class_and_line
+from drumline.foreign import class_and_line, import_quietly
 from drumline.rl.rewards import LARGEST, Channel
 
 NICENESS = 10
@@ -127,8 +127,7 @@ def _takes(function: Callable[..., Any], reward: FunctionReward, where: str, col
 
 
 def _task(reward: TaskReward) -> Scorer:
-    import reasoning_gym
-
+    reasoning_gym = import_quietly("reasoning_gym")
     pattern = re.compile(reward.pattern) if reward.pattern else None
 
     @lru_cache(maxsize=256)

@@ -6,6 +6,7 @@ import json
 import os
 import tracemalloc
 import typing
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -246,3 +247,12 @@ def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 4 * foreign.MIB
     finally:
         tracemalloc.stop()
+
+
+def test_a_package_s_syntax_is_not_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first import compiles: what Python says of it meets users where the package was installed without."""
+    (tmp_path / "loosely_written.py").write_text('KIND = "a"\nSAME = KIND is "a"\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert foreign.import_quietly("loosely_written").KIND == "a"
