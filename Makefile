@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Most modules that are installed are never imported: Python compiles those that are.
+# Most modules that are installed are never imported. Python compiles those that are, once, where it may write down what it compiled.
 PIP := $(BIN)/pip install -qq --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-fast test-full test-oldest mutations docs lint setup setup-dev clean
 
