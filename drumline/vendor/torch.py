@@ -49,7 +49,7 @@ MEMBERS = {
     "torch.distributed:Reducer": ("_rebuild_buckets",),
     "torch.distributed.device_mesh:DeviceMesh": ("_flatten",),
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent": (
-        *("_assign_worker_ranks", "_monitor_workers", "_pcontext", "_shutdown", "_start_workers", "_worker_group"),
+        *("_assign_worker_ranks", "_monitor_workers", "_pcontext", "_shutdown", "_start_workers"),
     ),
     "torch.distributed.pipelining:PipelineStage": ("_create_grad_recv_info", "_setup_forward_recv_info"),
     "torch.distributed.tensor:DTensor": ("_spec",),
