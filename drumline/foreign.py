@@ -6,7 +6,6 @@ encode, and with `numbers` no whole numbers of more than 64 bits.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import os

@@ -270,7 +270,7 @@ class Chaos:
         """Until the run is on all of its hosts and has logged so many steps there. Now and then one that lacks a host is hurt, too. It
         has come past the last fault: two kills of one rank after the same step are a crash loop, which ends a run."""
         whole = not self.world.elastic or self.draw.random() < 0.7
-        before = max((fault["step"] for fault in self.log.of("fault")[-1:]), default=-1)
+        before = faults[-1]["step"] if (faults := self.log.of("fault")) else -1
 
         def there() -> bool:
             starts = self.log.of("run_start", self.launches[-1])[-1:]
