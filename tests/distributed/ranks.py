@@ -21,14 +21,15 @@ from tests.harness import ENV
 UNCOUNTED = "--uncounted"
 
 
-def run_plans(plans: list[Path], world_size: int, timeout: float | None = None, *, counted: bool = False) -> None:
+def run_plans(plans: list[Path], world_size: int, timeout: float | None = None, *, counted: bool | Sequence[Path] = False) -> None:
     """Train every plan (files, in order) on `world_size` real processes over gloo; one whose run folder has a checkpoint goes on from it.
 
-    `counted`: count the bytes that the third step holds and sends, as a user's run does; that takes as long as the other three steps.
-    Raises AssertionError with the failed ranks' output.
+    `counted`: of all, or of these, count the bytes that the third step holds and sends, as a user's run does; that takes as long as the
+    other three steps. These are first. Raises AssertionError with the failed ranks' output.
     """
-    more = [] if counted else [UNCOUNTED]
-    run_module("tests.distributed.ranks", [*more, *plans], world_size, timeout or 240 + 20 * len(plans))
+    first = plans if counted is True else counted or []
+    rest = [plan for plan in plans if plan not in first]
+    run_module("tests.distributed.ranks", [*first, UNCOUNTED, *rest], world_size, timeout or 240 + 20 * len(plans))
 
 
 def run_module(name: str, arguments: Sequence[object], world_size: int, timeout: float = 240) -> None:
@@ -86,12 +87,13 @@ def main(arguments: list[str]) -> None:
     from drumline.train.state import Goodput
 
     share_groups()
-    if arguments[0] == UNCOUNTED:
-        Traffic.FIRST = sys.maxsize
     ranks = start("cpu", "gloo", 60.0)
     with StopFlag() as asked:
-        for path in (Path(argument) for argument in arguments if argument != UNCOUNTED):
-            plan = Plan.load(path)
+        for argument in arguments:
+            if argument == UNCOUNTED:
+                Traffic.FIRST = sys.maxsize
+                continue
+            plan = Plan.load(Path(argument))
             emit = EventLog(Path(plan.run_dir) / "events.jsonl").emit if ranks.rank == 0 else Reporter().emit
             resume = "newest" if any((Path(plan.run_dir) / "checkpoints").glob("step-*")) else None
             train_on(plan, ranks, resume, emit=emit, stop_flag=asked, past=[], goodput=Goodput(time.time()))

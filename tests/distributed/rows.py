@@ -53,8 +53,8 @@ def group_of(row: Row) -> str:
 
 
 def covering(pairs: list[tuple[Row, Case]]) -> set[tuple[str, str]]:
-    """Names of pairs in which each algorithm meets every engine that it is asked of (one, where its cases have a `kin`), and each row and
-    each case without a `kin` stands once: greedily, the pair that gives most first. `pytest --full` runs the rest."""
+    """Names of pairs in which each algorithm meets every engine that it is asked of (one, where its cases have a `kin`), and each row but
+    AGAIN and each case without a `kin` stands once: greedily, the pair that gives most first. `pytest --full` runs the rest."""
     gives = {(row.name, case.name): needs(row, case) for row, case in pairs}
     chosen = set(NAMED)
     lacking = set().union(*gives.values()).difference(*map(gives.get, chosen))
@@ -67,11 +67,18 @@ def covering(pairs: list[tuple[Row, Case]]) -> set[tuple[str, str]]:
 def needs(row: Row, case: Case) -> set[Any]:
     """What a pair gives to the array."""
     kind, engine = str(case.sections.get("algorithm", {}).get("kind")), engine_of(row)
+    stands = set() if row.name in AGAIN else {row.name}
     if case.kin:
-        return {row.name, (kind, engine)} if engine == ENGINE_OF_KIN else {row.name}
-    return {row.name, (kind, engine), case.name}
+        return stands | ({(kind, engine)} if engine == ENGINE_OF_KIN else set())
+    return stands | {(kind, engine), case.name}
 
 
+# Each part of these stands in another row.
+AGAIN = ("ddp 4", "ddp 2, static graph", "ddp 2, finds unused", "fsdp2 2, grad-op", "fsdp2 2, activation checkpointing",
+         "fsdp2 2, wraps blocks and their halves", "tp 2, activation checkpointing", "ddp 2 x tp 2", "fsdp2 2 x tp 2",
+         "ddp 2 x tp 2, sharded optimizer", "cp 2, activation checkpointing", "cp 2 x tp 2", "ddp 2 x cp 2",
+         "pp 2, zero bubble, activation checkpointing", "pp 4", "ddp 2 x pp 2", "fsdp2 2 x pp 2, activation checkpointing",
+         "tp 2 x pp 2", "zero2 1", "zero3 2, activation checkpointing", "zero3 4")  # fmt: skip
 ENGINE_OF_KIN = "ddp"
 NAMED = {("ddp 2, accumulation 4", "clipped hard"), ("fsdp2 2, accumulation 4", "lora")}  # by tests/mutations.py
 # ZeRO 3 that keeps no small parameter whole: by default all of a tiny model are small.
@@ -197,6 +204,7 @@ LOW += [
     Row(f"{strategy['kind']} 2, bf16", 2, {"strategy": strategy, "precision": "bf16", "batch": {"micro_batch": 2}})
     for strategy in ({"kind": "zero1"}, {"kind": "zero2"}, CUT)
 ]
+LOW_AGAIN = (*(f"{strategy} 2, fp16" for strategy in ("fsdp2", "tp", "pp")), "fsdp2 2 x pp 2, bf16", "zero1 2, bf16")  # with --full
 LOW_TOLERANCE = {"loss": 2e-3, "grad_norm": 2e-2}
 # One row of each kind of engine and mesh: what is not asked of all rows.
 SPREADS = (

@@ -25,6 +25,7 @@ from tests.distributed.ranks import run_plans
 from tests.distributed.rows import (
     COVERING,
     LOW,
+    LOW_AGAIN,
     LOW_CASE,
     LOW_TOLERANCE,
     PAIRS,
@@ -109,10 +110,8 @@ class Runs:
         new = [(row, case) for row, case in pairs if not (self.root / slug(row, case)).exists()]
         for start in range(0, len(new), AT_ONCE):
             some = new[start : start + AT_ONCE]
-            counted = [pair for pair in some if pair in COUNTED or pair in EXPERTS]
-            for part in (counted, [pair for pair in some if pair not in counted]):
-                if part:
-                    train([self.plan(row, case) for row, case in part], part[0][0].world_size, counted=part is counted)
+            plans = {pair: self.plan(*pair) for pair in some}
+            train(list(plans.values()), some[0][0].world_size, [plans[pair] for pair in some if pair in COUNTED or pair in EXPERTS])
 
     def of(self, row: Row, case: Case) -> Path:
         """The run folder of a row in a case."""
@@ -134,7 +133,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Runs(tmp_path_factory.mktemp("parity"), request.session)
 
 
-def train(plans: list[Path], world_size: int, *, counted: bool) -> None:
+def train(plans: list[Path], world_size: int, counted: list[Path]) -> None:
     """Where a rank fails, the rows that it did not come to are told; the others keep their results."""
     try:
         run_plans(plans, world_size, counted=counted)
@@ -196,7 +195,7 @@ def test_experts_are_held_as_planned(runs: Runs, row: Row, case: Case) -> None:
         assert max(memory.by_rank[part]) == max(getattr(state, part) for state in states), part
 
 
-@pytest.mark.parametrize("row", LOW, ids=lambda r: r.name)
+@pytest.mark.parametrize("row", [pytest.param(r, id=r.name, marks=pytest.mark.full if r.name in LOW_AGAIN else []) for r in LOW])
 def test_low_precision_stays_near(runs: Runs, row: Row) -> None:
     mine, reference = (events(runs.of(r, LOW_CASE), "step") for r in (row, REFERENCES[row.layers]))
     for key, tolerance in LOW_TOLERANCE.items():

@@ -94,7 +94,7 @@ AGAIN += [*PARTS_PAIRS[1:3], *MIXTURE_PAIRS[1:]]
 AGAIN += [("tp 2", "pp 2"), ("zero3 4", "zero1 2"), ("fsdp2 hybrid 2 x 2", "ddp 2 x pp 2"), (f"{LORA}fsdp2 2", f"{LORA}single")]
 AGAIN += [("fsdp2 2 grad-op offload", "fsdp2 hybrid 2 x 2"), ("cp 2", "fsdp2 2 x tp 2"), ("pp 2", "fsdp2 2"), ("ddp 2 x pp 2", "pp 2")]
 AGAIN += [("tp 2, sequence parallel", "ddp 2 x tp 2, sharded optimizer"), ("fsdp2 2", "zero3 2"), *LORA_PAIRS, ZERO_PAIRS[-1]]
-AGAIN += [("pp 2", "single"), ("ddp 2", "zero2 2")]
+AGAIN += [("pp 2", "single"), ("ddp 2", "zero2 2"), ("zero2 2", "zero3 4"), ("ddp 2 x pp 2, sharded optimizer", "tp 2, sequence parallel")]
 REST = [(a, b) for a in SPREADS for b in SPREADS if a != b and (a, b) not in SOME]
 
 

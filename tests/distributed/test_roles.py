@@ -72,7 +72,7 @@ LOW = [
 # Two degrees at once and offloading are parity's, too (its DPO and PPO cases have models beside the policy): here with --full alone.
 AGAIN = ("fsdp2 2, grad-op", "tp 2, lora", "pp 2, lora", "fsdp2 2, offload", "fsdp2 hybrid 2 x 2", "fsdp2 2 x tp 2", "tp 2 x pp 2",
          "fsdp2 2 x pp 2, interleaved", "zero2 2, offload", "dp", "zero1 2", "diloco 2", "fsdp2 2, lora", "cp 2", "pp 2, bf16",
-         "fsdp2 2, bf16")  # fmt: skip
+         "fsdp2 2, bf16", "zero3 2, lora")  # fmt: skip
 
 
 def marked(rows: list[Row]) -> list[Any]:

@@ -98,6 +98,8 @@ KINDS = {
 
 # What two others show together, or what takes a compiler half a minute: with --full alone.
 AGAIN = (
+    "llama untied, plain cross-entropy",
+    "norms between",
     "stream, compiled",
     "stream",
     "stream, capped logits",

@@ -78,7 +78,7 @@ def look(folder: Path, apart: bool, beyond: int = 0) -> int:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("trials", [4, pytest.param(40, marks=pytest.mark.full)])
+@pytest.mark.parametrize("trials", [2, pytest.param(40, marks=pytest.mark.full)])
 def test_no_kill_tears_a_state_in_memory(folder: Path, trials: int) -> None:
     draw = random.Random(0)
     for apart in (False, True):
