@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -20,7 +21,7 @@ from drumline.core.mistakes import check_numbers, first_mistake, kinds_at, short
 from drumline.core.model import TEMPLATES
 from drumline.core.redact import plain, withhold
 from drumline.core.yaml_lines import Place, read_yaml, write_yaml
-from drumline.errors import ConfigError
+from drumline.errors import CheckpointError, ConfigError
 from drumline.foreign import MIB, first_line, read_object
 from drumline.foreign import read_text as plain_text
 
@@ -300,6 +301,27 @@ FREE = (
 def allowed(key: str, allow: tuple[str, ...]) -> bool:
     """Whether `allow` names a key, a section that it is in, or all."""
     return "all" in allow or any(key == name or key.startswith(name + ".") for name in allow)
+
+
+def saved_config(values: Any, now: Config, allow: tuple[str, ...], where: str) -> Config:
+    """The config of a checkpoint's state. Where it names a plug-in that is gone, or a file that was moved, the keys that may change are
+    taken from `now`. Raises CheckpointError where what is left cannot be read."""
+    try:
+        return Config.model_validate(values)
+    except (ValidationError, ConfigError):
+        mixed, current = deepcopy(values), now.model_dump(mode="json")
+    for key in (*FREE, *allow):
+        section, _, rest = key.partition(".")
+        if not rest and section in current:
+            mixed[section] = current[section]
+        elif rest in current.get(section, {}) and isinstance(mixed.get(section), dict):
+            mixed[section][rest] = current[section][rest]
+    try:
+        return now if "all" in allow else Config.model_validate(mixed)
+    except (ValidationError, ConfigError) as error:
+        first = first_mistake(error, lambda place: ".".join(map(str, place))) if isinstance(error, ValidationError) else error
+        fix = "install or put back what it names, or accept another with --allow SECTION"
+        raise CheckpointError(f"its config cannot be read: {first.where}: {first.what}", where=where, fix=fix) from None
 
 
 def refused(old: Config, new: Config, allow: tuple[str, ...]) -> tuple[str, list[str]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Field, ValidationError
 
 from drumline.core.config import Config, MemoryConfig, NoAdapter
 from drumline.core.estimate import Estimate, Frozen
 from drumline.core.facts import ModelFacts
 from drumline.core.files import write_whole
 from drumline.core.mesh import Mesh
+from drumline.core.mistakes import first_mistake
 from drumline.core.model import Head, ModelConfig
 from drumline.core.strategy import DataParallel, Engine, Precision, Schedule, StrategySpec
 from drumline.errors import CheckpointError
@@ -315,7 +316,15 @@ class Plan(Layout):
 
         Raises CheckpointError for a file that is not there, and for what this version cannot read."""
         try:
-            return cls.model_validate(read_object(path, CheckpointError, "name a run folder"), context={"trusted": trusted})
-        except ValueError:  # pydantic's
-            fix = "use the version that wrote it, or train again"
-            raise CheckpointError(f"{path.name} is not one of this version", where=str(path.parent), fix=fix) from None
+            return cls.of(read_object(path, CheckpointError, "name a run folder"), trusted)
+        except ValidationError as error:
+            first, fix = first_mistake(error, lambda place: ".".join(map(str, place))), "use the version that wrote it, or train again"
+            what = f"{path.name} is not one of this version: {first.where}: {first.what}"
+            raise CheckpointError(what, where=str(path.parent), fix=fix) from None
+
+    @classmethod
+    def of(cls, values: Any, trusted: bool = True) -> Plan:
+        """The plan that is `values` as JSON. Own kinds are found from the folder of the YAML, wherever this process is."""
+        base_dir = values.get("base_dir") if isinstance(values, dict) else None
+        folder = Path(base_dir) if isinstance(base_dir, str) else None
+        return cls.model_validate(values, context={"trusted": trusted, "base_dir": folder})

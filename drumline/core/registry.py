@@ -26,7 +26,7 @@ from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, Vali
 from pydantic_core import CoreSchema, SchemaValidator, core_schema
 
 from drumline.core.section import Section, kinds_without_keys
-from drumline.errors import ConfigError
+from drumline.errors import ConfigError, DrumlineError
 from drumline.foreign import class_and_line
 
 
@@ -286,10 +286,13 @@ def _module(name: str, base_dir: Path, where: str) -> ModuleType:
 
 
 def imported(load: Callable[[], Any], name: str, where: str, doing: str = "importing") -> Any:
-    """What a plug-in's module gives. Raises ConfigError for whatever the module raises."""
+    """What a plug-in's module gives. Raises ConfigError for whatever the module raises, but our own errors of
+    code that is run."""
     try:
         return load()
-    except (Exception, SystemExit) as error:  # whatever a stranger's module raises
+    except (Exception, SystemExit) as error:
+        if isinstance(error, DrumlineError) and doing != "importing":
+            raise  # whatever a stranger's module raises
         raise ConfigError(f"{doing} {name} raised {class_and_line(error)}: {error}", where=where) from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from drumline.core.config import Config
 from drumline.core.data import DigitsSource, FileSource, HubSource, SavedSource, Source, SqlSource, TasksSource
 from drumline.core.model import TEMPLATES
 from drumline.core.plan import DataIdentity
+from drumline.core.registry import imported
 from drumline.data.cache import VERSION, TokenCache, digest_of, read_info
 from drumline.data.files import no_reasoning_gym
 from drumline.data.places import hash_file, locate
@@ -86,7 +88,8 @@ def _source(source: Source, base_dir: Path) -> dict[str, Any]:
     if isinstance(source, DigitsSource):
         return {**settings, "content": str(cache_dir())}
     if not isinstance(source, SavedSource):
-        return {**source.model_dump(exclude=_APART), "content": source.content(base_dir)}
+        text = imported(partial(source.content, base_dir), source.label, "data source", doing="reading")
+        return {**source.model_dump(exclude=_APART), "content": text}
     folder = base_dir / Path(source.path).expanduser()
     if not folder.is_dir():
         raise DataError(f"no such folder: {folder}", where="data source", fix="paths are relative to the folder of the YAML")

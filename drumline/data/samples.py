@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import torch
 
 from drumline.core.data import PythonSource, Source
 from drumline.core.plan import BatchPlan, DataIdentity
-from drumline.core.registry import find_object
+from drumline.core.registry import find_object, imported
 from drumline.data.sources import describe
 from drumline.data.stream import GlobalOrder, assign
 from drumline.errors import DataError
@@ -51,7 +54,7 @@ def read_samples(sources: Sequence[Source], base_dir: Path) -> Samples:
             if not hasattr(found, "__iter__"):
                 fix = "return a dataset with __len__ and __getitem__, a list, or an iterator"
                 raise DataError(f"gives {type(found).__name__}, not samples", where=describe(source), fix=fix)
-            found = list(islice(found, source.limit))
+            found = imported(partial(list, islice(found, source.limit)), source.label, "data source", doing="reading")
         elif source.limit is not None and source.limit < len(found):
             found = torch.utils.data.Subset(found, range(source.limit))
         if not len(found):
@@ -127,8 +130,16 @@ class SampleCollator:
     def __call__(self, ids: list[int]) -> SampleBatch:
         real = [index for index in ids if index >= 0]
         content = self.collate([self.samples[index] for index in real or [0]])
-        weight = float(len(real)) if self.weigh is None else float(self.weigh(content))
-        return SampleBatch(content, weight if real else 0.0)
+        return SampleBatch(content, 0.0 if not real else float(len(real)) if self.weigh is None else _weight(self.weigh(content)))
+
+
+def _weight(given: Any) -> float:
+    """What `algorithm.weight` gives for a micro-batch. Raises DataError for what is no finite number of 0 or more."""
+    with suppress(TypeError, ValueError, RuntimeError):
+        if math.isfinite(weight := float(given)) and weight >= 0:
+            return weight
+    fix = "return a number of 0 or more, such as how many tokens are in the loss"
+    raise DataError(f"gave {str(given)[:80]} ({type(given).__name__})", where="algorithm.weight", fix=fix)
 
 
 def global_batches(dataset: Any, batch: BatchPlan, data_rank: int, position: int, stop: int | None, seed: int | None) -> Iterator[Any]:
@@ -148,7 +159,7 @@ def global_batches(dataset: Any, batch: BatchPlan, data_rank: int, position: int
             yield [[dataset[int(ids[place])] for place in places] for places in mine]
             position += size
         return
-    rows = islice(_passes(dataset), position, None)
+    rows = islice(_passes(dataset, stop, size), position, None)
     while True:
         taken = list(islice(rows, size))
         if stop is not None and taken[0][0] >= stop:
@@ -156,14 +167,19 @@ def global_batches(dataset: Any, batch: BatchPlan, data_rank: int, position: int
         yield [[taken[place][1] for place in places] for places in mine]
 
 
-def _passes(dataset: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-    """(number of the pass, sample), without end."""
-    number = 0
+def _passes(dataset: Iterable[Any], stop: int | None, size: int) -> Iterator[tuple[int, Any]]:
+    """(number of the pass, sample), without end. What can be read once, such as a generator, is followed by its first `size` samples, which
+    fill up the last global batch, where `stop` passes are one."""
+    number, first = 0, list[Any]()
     while True:
         empty = True
         for row in dataset:
             empty = False
+            if not number and len(first) < size:
+                first.append(row)
             yield number, row
+        if empty and number == stop == 1:
+            yield from ((number, row) for row in cycle(first))
         if empty:
             what = "the dataset gives no samples" if not number else f"the dataset gives nothing in pass {number + 1}: it can be read once"
             raise DataError(what, where="batches", fix="" if not number else "give a dataset whose iter() starts again, or epochs=1")

@@ -7,6 +7,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from drumline.errors import UserError
+
 T = TypeVar("T")
 
 
@@ -48,6 +50,7 @@ class Gather:
         """`counts` False: another rank has the same samples, and gives their sums."""
         self.rank, self.world_size, self.device, self.counts = rank, world_size, device, counts
         self.exact_on = exact_on(device)
+        self.known: set[tuple[str, ...]] = set()  # names of sums that all ranks have
 
     def __call__(self, sums: dict[str, float], *per_rank: float) -> tuple[dict[str, float], list[list[float]]]:
         """As `Gathered.read` gives them, at once."""
@@ -55,7 +58,10 @@ class Gather:
         return self.start(dict(zip(sums, values, strict=True)), *per_rank).read()
 
     def start(self, sums: dict[str, torch.Tensor], *per_rank: float) -> Gathered:
-        """Begin to sum over all samples. `sums`: fp64 scalars on the device, the same keys on all ranks; `per_rank`: of this rank."""
+        """Begin to sum over all samples. `sums`: fp64 scalars on the device, the same keys on all ranks; `per_rank`: of this rank.
+
+        Raises UserError where names that are new here differ between ranks: a user's own sums may."""
+        self._require_same(tuple(sums))
         names, largest = list(sums), [key for key in sums if key.startswith("max_")]
         slots = torch.zeros(len(largest) + len(per_rank), self.world_size, dtype=torch.float64)
         slots[len(largest) :, self.rank] = torch.tensor(per_rank, dtype=torch.float64)
@@ -67,6 +73,15 @@ class Gather:
         whole = torch.cat((values if self.counts else torch.zeros_like(values), slots.flatten()))
         work = dist.all_reduce(whole, async_op=True) if dist.is_initialized() else None
         return Gathered(names, largest, self.world_size, whole, work)
+
+    def _require_same(self, names: tuple[str, ...]) -> None:
+        if names in self.known:
+            return
+        for rank, theirs in enumerate(from_all(names)):
+            if theirs != names:
+                what = f"rank {self.rank} adds up {', '.join(names) or 'nothing'}, and rank {rank} {', '.join(theirs) or 'nothing'}"
+                raise UserError(what, where="sums", fix="give the same sums for each batch, 0 where there is nothing to add")
+        self.known.add(names)
 
 
 class Gathered:

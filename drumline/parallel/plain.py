@@ -23,16 +23,18 @@ class Plain(nn.Module):
         """Where a global batch is cut, the buffers that the first forward changes are named in the log."""
         super().__init__()
         self.model, self.names_changed = model, batch.global_samples > batch.micro_batch
+        self.over_devices: nn.Module | None = None  # what is called in the place of the model
 
     def forward(self, batch: Any, objective: Any = None) -> Any:
         """`objective(model, batch)`'s (loss sum, other sums); without an objective what `model(*args, **kwargs)` gives, `batch` = (args,
         kwargs)."""
         before = buffer_versions(self.model) if self.names_changed and self.training else None
+        run = self.model if self.over_devices is None else self.over_devices
         if objective is None:
             args, kwargs = batch
-            out = self.model(*args, **kwargs)
+            out = run(*args, **kwargs)
         else:
-            made = objective(self.model, batch)
+            made = objective(run, batch)
             out = made.loss_sum, made.sums
         if before is not None:
             self.names_changed = False

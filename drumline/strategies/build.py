@@ -138,8 +138,6 @@ def lay_out_spreadable(
     if plan.stream_parts > 1:
         what = "the stream between the blocks of a Hugging Face model is known, and that of no other module"
         raise PlanError(what, where="strategy.sequence_parallel", fix="take it out")
-    if plan.data_parallel == "dp":
-        raise PlanError("nn.DataParallel cuts batches whose kind it knows", where="strategy", fix="use ddp")
     model, source = lay_out_module(build, derive(plan.config.run.seed, "weights"), device)
     deepspeed = plan.engine == "deepspeed"
     cut = deepspeed or plan.data_parallel == "fsdp2" or plan.config.strategy.optimizer_shards(plan.mesh) > 1

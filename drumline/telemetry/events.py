@@ -54,9 +54,9 @@ class Event:
         return [each.name for each in fields(cls) if each.name not in ("t", "metrics")]
 
     def values(self) -> dict[str, Any]:
-        """The event as it is on disk."""
-        own = {name.removesuffix("_"): getattr(self, name) for name in self.names()}
-        return {"t": self.t, "kind": self.kind, **own, **self.metrics}
+        """The event as it is on disk. A metric that is called like a field is left out."""
+        own = {"t": self.t, "kind": self.kind, **{name.removesuffix("_"): getattr(self, name) for name in self.names()}}
+        return {**own, **{key: value for key, value in self.metrics.items() if key not in own}}
 
     @staticmethod
     def of(values: dict[str, Any]) -> Event:

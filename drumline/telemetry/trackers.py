@@ -162,6 +162,8 @@ def open_sinks(
         run = Run(run_dir, options.name or name, plain(config), known.get(kind), options)
         try:
             tracker = maker_of(kind, base_dir)(run)
+            if not isinstance(tracker, Tracker):
+                raise TypeError(f"it gives {type(tracker).__name__}, a Tracker is wanted")
         except Exception as error:
             if run.known is None:
                 hint = LIBRARIES[kind][2] if kind in LIBRARIES else "look at its code"
@@ -170,7 +172,7 @@ def open_sinks(
             _warn(kind, error)
             tracker = None
         if tracker is not None:
-            known[kind] = tracker.id
+            known[kind] = str(tracker.id)
         sinks.append(Sink(kind, tracker))
     if sinks:
         write_whole(run_dir / MEMORY, json.dumps(known))

@@ -22,8 +22,7 @@ from drumline.checkpoint.ranks import Ranks as RankGroup
 from drumline.checkpoint.remote import Store
 from drumline.checkpoint.retention import best_of
 from drumline.checkpoint.save import Checkpointer
-from drumline.core.config import Config
-from drumline.core.load import refused
+from drumline.core.load import refused, saved_config
 from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
 from drumline.core.urls import is_url
@@ -250,7 +249,7 @@ def _newest(plan: Plan) -> Found:
 
 def _misfit(plan: Plan, state: dict[str, Any]) -> str | None:
     """Why a state in memory, which nobody has compared with this start's plan yet, is not one to go on from."""
-    changes, keys = refused(Config.model_validate(state["config"]), plan.config, ())
+    changes, keys = refused(saved_config(state["config"], plan.config, (), "memory"), plan.config, ())
     identity = plan.data.identity.model_dump() if plan.data and plan.data.identity else None
     return f"made with another config: {changes}" if keys else "made with other data" if state["data"] != identity else None
 

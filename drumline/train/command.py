@@ -9,12 +9,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 
-from drumline.compat.convert import convert as to_drumline
-from drumline.compat.overlay import from_environment, from_file
 from drumline.core.explain import default_run_dir, explain, plan_line
 from drumline.core.load import Request, load, reader, to_yaml
 from drumline.core.plan import Plan
@@ -31,6 +29,9 @@ from drumline.report.page import at_end
 from drumline.report.progress import Progress
 from drumline.report.waiting import Waits
 from drumline.telemetry.events import read
+
+if TYPE_CHECKING:
+    from drumline.compat.sheet import Sheet
 
 
 def train(
@@ -76,6 +77,15 @@ def _ranks_of_node(request: Callable[..., Request]) -> int:
     return default_processes(config, 0 if config.run.device == "cpu" else likely_gpus())
 
 
+def _laid_over(accelerate_config: Path | None) -> Sheet | None:
+    """The strategy of another launcher, from its file or from what it has set. Only there are its keys imported."""
+    if accelerate_config is None and not any(name.startswith("ACCELERATE_") for name in os.environ):
+        return None
+    from drumline.compat.overlay import from_environment, from_file
+
+    return from_file(accelerate_config) if accelerate_config else from_environment(os.environ)
+
+
 def requested(
     config: str | Path | Mapping[str, Any],
     overrides: list[str],
@@ -86,7 +96,7 @@ def requested(
     """What makes the Request, once it is known how many processes there are. `config`: a file, or its keys."""
 
     def request(world_size: int | None = None) -> Request:
-        over = from_file(accelerate_config) if accelerate_config else from_environment(os.environ)
+        over = _laid_over(accelerate_config)
         read = reader(config)
         loaded = read(overrides, over)
         if resume is not None or loaded.resume is not None:
@@ -167,6 +177,8 @@ def waits(run_dir: Path) -> Waits:
 
 def convert(old: Path | list[str], output: Path | None) -> None:
     """`drumline convert`: the new YAML on stdout or into a file, notes on stderr."""
+    from drumline.compat.convert import convert as to_drumline
+
     text, messages = to_drumline(old, output)
     notes(messages)
     if output is None:

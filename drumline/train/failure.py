@@ -151,6 +151,12 @@ def reported_by_cuda(message: str) -> dict[str, int]:
 _noted = False
 
 
+def fresh() -> None:
+    """A session begins in this process: `note` has its first error still to come."""
+    global _noted
+    _noted = False
+
+
 def note(error: BaseException) -> None:
     """Print an exception to the rank's log and write it to the file that the elastic agent reads; the first one of a process only.
 

@@ -116,7 +116,7 @@ def _plan_from_rank_0(ranks: Ranks, stack: ExitStack) -> tuple[Plan, str | None]
     """The other ranks' part: wait for rank 0's plan, and see whether its run folder is this host's, too."""
     answer = _received("plan", ranks)
     os.environ.update(answer["secrets"])
-    plan = Plan.model_validate(answer["plan"])
+    plan = Plan.of(answer["plan"])
     run_dir = Path(plan.run_dir)
     shared, mistake = has_lease(answer["lease"], run_dir, SHARED_SECONDS), ""
     if not shared and plan.config.checkpoint.apart and ranks.local_rank == 0:

@@ -171,7 +171,7 @@ class Loop:
         self.goodput.first_step()
         step = self.state.step
         weight, tokens = batch.of_all or self._of_all(batch)
-        denominator = max(1.0, weight)
+        denominator = weight or 1.0
         seed_step(self.plan.config.run.seed, step, *self.plan.mesh.stream(self.gather.rank))
         heartbeat.beat("forward")
         lr = self.plan.lr * self.plan.config.schedule.rate(step, self.plan.steps or 1, self.plan.warmup_steps)

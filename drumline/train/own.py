@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -17,12 +18,12 @@ from torch import nn
 from drumline.checkpoint.load import newest_state, read_state
 from drumline.checkpoint.memory import require_room
 from drumline.checkpoint.remote import require_unused, state_at
-from drumline.core.config import Config
-from drumline.core.load import Draft, refused, validated
+from drumline.core.load import Draft, refused, saved_config, validated
 from drumline.core.plan import Plan
 from drumline.core.resolve import resolve
 from drumline.core.run import RunConfig
 from drumline.core.urls import is_url
+from drumline.data.samples import indexed
 from drumline.dist.seeds import derive
 from drumline.dist.start import leave_process
 from drumline.errors import CheckpointError, DataError, DrumlineError, EnvironmentFault, UserError
@@ -31,6 +32,7 @@ from drumline.hardware.detect import detect
 from drumline.launchers.environment import first_rank_reports
 from drumline.launchers.lease import Lease
 from drumline.parallel.engine import OpenEngine
+from drumline.telemetry.events import Step
 from drumline.train.failure import note
 from drumline.train.state import Flight
 
@@ -99,7 +101,7 @@ def claim(plan: Plan, resume: object, allow: tuple[str, ...], stack: ExitStack) 
         found = state_at(str(resume)) if is_url(resume) else (str(resume), read_state(Path(str(resume))))
     if found is not None:
         path, state = found
-        changes, keys = refused(Config.model_validate(state["config"]), plan.config, allow)
+        changes, keys = refused(saved_config(state["config"], plan.config, allow, path), plan.config, allow)
         if keys:
             fix = f"take it back, or accept it with allow={tuple(keys)}"
             raise CheckpointError(f"the session differs in what the run depends on: {changes}", where=path, fix=fix)
@@ -242,6 +244,56 @@ def measured(given: Any) -> tuple[Any, ...]:
         return tuple(given)
     what = f"measure returns {type(given).__name__}, (loss sum, weight) or (loss sum, weight, {{name: sum}}) is wanted"
     raise UserError(what, where="session.evaluate", fix="return losses.sum(), len(batch)")
+
+
+def named(models: Mapping[str, Trained], of: str) -> Trained:
+    """The model of that name. Raises UserError where there is none."""
+    if of not in models:
+        known = ", ".join(repr(name) for name in models if name)
+        fix = f"of= one of {known}" if known else "call s.prepare first" if not models else "leave of= out: there is one model"
+        raise UserError(f"no model {of!r}" if of else "which model?" if known else "no model yet", where="session", fix=fix)
+    return models[of]
+
+
+def step_event(
+    step: int, plan: Plan, engine: OpenEngine, scalars: Mapping[str, float], *, seconds: float, tokens: float, **metrics: float
+) -> Step:
+    """The event of a step that took so many seconds, for so many tokens. `metrics`: loss, grad_norm and epoch."""
+    samples = plan.batch.global_samples
+    return Step(
+        step=step, lr=float(engine.optimizer.param_groups[0]["lr"]), tokens=int(tokens), samples=samples, tokens_per_s=tokens / seconds,
+        samples_per_s=samples / seconds, mfu=None, seconds=seconds, data_s=0.0, compute_s=seconds, comm_s=None, sent_bytes=None,
+        memory_bytes=[], metrics=dict(scalars), **metrics,
+    )  # fmt: skip
+
+
+def require_free(inside: bool, left: list[str]) -> None:
+    """Raises UserError for a loop over batches `inside` of another, and for one after a loop that was left between a backward and its step:
+    the gradients of these samples, which are taken again, are there already."""
+    if inside:
+        what = "two loops take batches at once, and each would count its own steps"
+        raise UserError(what, where="session.batches", fix="write one loop, over a dataset that gives the samples of both")
+    if left:
+        what = f"a loop was left in the middle of a global batch, and its gradients{f' of {min(left)}' if min(left) else ''} were not used"
+        raise UserError(what, where="session.batches", fix="leave it where s.step() has returned True")
+
+
+def passes(dataset: Any, end: int) -> float:
+    """How often a dataset of known length was taken by position `end`; 0 for others, as what is iterable may have a len() that raises."""
+    return end / len(dataset) if indexed(dataset) else 0.0
+
+
+def require_json(state: dict[str, Any], drop: bool = False) -> None:
+    """Raises UserError for a value of `session.state` that JSON does not have; with `drop` it goes instead, with a line."""
+    for key, value in [*state.items()]:
+        try:
+            json.dumps({key: value})
+        except (TypeError, ValueError):
+            what, fix = f"s.state[{key!r}] is a {type(value).__name__}, which JSON does not have", "keep a number or a text of it: float(x)"
+            if not drop:
+                raise UserError(what, where="session.save", fix=fix) from None
+            print(f"warning: {what}: it is not saved; {fix}", file=sys.stderr)
+            del state[key]
 
 
 def require_more(rows: bool, ended: bool) -> None:

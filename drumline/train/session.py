@@ -34,7 +34,7 @@ from drumline.data.samples import global_batches, held_out
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import derive, deterministic, seed_step
 from drumline.dist.start import Ranks, gpu, start, stop
-from drumline.errors import EnvironmentFault, NotSaved, Preempted, TrainingStopped, UserError
+from drumline.errors import DataError, EnvironmentFault, Preempted, TrainingStopped, UserError
 from drumline.launchers.environment import die_with_launchers
 from drumline.launchers.tasks import join_tasks
 from drumline.models.blocks import Units
@@ -42,10 +42,11 @@ from drumline.models.tape import Build
 from drumline.parallel.optimizer import MakeOptimizer
 from drumline.parallel.transforms import batch_norms
 from drumline.strategies.build import build_module
-from drumline.telemetry.events import Emit, Eval, Step
+from drumline.telemetry.events import Emit, Eval
 from drumline.train import own
 from drumline.train.build import Start, checkpointer_of, memory_of
 from drumline.train.entry import MainReporter, Reporter, run_start
+from drumline.train.failure import fresh
 from drumline.train.own import MAIN, Engines, Model, Trained, claim, plan_of, print_error, report, require_one_model, restarted, scalar
 from drumline.train.saving import Saver
 from drumline.train.state import Flight, Goodput, TrainState, judge
@@ -80,6 +81,7 @@ class Session:
         Raises UserError, as all of the session does, for what cannot be.
         """
         sys.excepthook = print_error
+        fresh()
         join_tasks()
         ranks = Ranks.from_environment()
         where = str(run_dir or default_run_dir(Path(sys.argv[0] or "session")))
@@ -123,7 +125,7 @@ class Session:
         try:
             if error is None and self._models:
                 self._save_last()
-        except (NotSaved, TrainingStopped) as failure:
+        except Exception as failure:
             error = failure
             raise
         finally:
@@ -181,16 +183,19 @@ class Session:
     @property
     def steps(self) -> int:
         """Global batches that are done, over all starts of the run."""
+        self._require_prepared()
         return self._state.step
 
     @property
     def position(self) -> int:
         """Samples that were taken since the run began, over all ranks and passes: all that the order of data hangs on."""
+        self._require_prepared()
         return self._state.position
 
     @property
     def state(self) -> dict[str, Any]:
         """A dictionary of the user's own, saved with each checkpoint and restored with it; values that JSON has."""
+        self._require_prepared()
         return self._state.stream
 
     @property
@@ -224,10 +229,11 @@ class Session:
             micro_batches = next(rows, None)
             if micro_batches is None:
                 break
+            own.require_free(self._now is not None, self._unused())
             for model in self._models.values():
                 model.sums, model.stepped = [], False
             end = self.position + batch.global_samples
-            self._epoch = end / len(dataset) if hasattr(dataset, "__len__") else 0.0
+            self._epoch = own.passes(dataset, end)
             for index, samples in enumerate(micro_batches):
                 seed_step(config.run.seed, self.steps, *self.plan.mesh.stream(self.ranks.rank), index)
                 self._now = (end, index == len(micro_batches) - 1)
@@ -252,7 +258,7 @@ class Session:
     def backward(self, loss_sum: torch.Tensor, weight: float | torch.Tensor, of: str = MAIN) -> None:
         """Accumulate the gradients of the sum of a micro-batch's losses, in the parameters of one model alone. `weight`: what the sum is
         divided by in the end, summed over the global batch: samples, tokens."""
-        model = self._model(of)
+        model = own.named(self._models, of)
         own.require_sum(loss_sum, weight, self.plan.engine != "pipeline")
         other_grads = [(p, p.grad) for name, other in self._models.items() if name != of for p in other.engine.named.values()]
         for parameter, _ in other_grads:
@@ -266,7 +272,7 @@ class Session:
         """At the end of a global batch: divide the gradients by its weight, clip them by their global norm, update, and return True. Before
         that False. `lr`: for all groups of the optimizer; None: as they have it. Where loss or gradients are not finite the weights stay,
         as `on_nan` has it. Collective."""
-        model, (end, last) = self._model(of), self._now or (0, False)
+        model, (end, last) = own.named(self._models, of), self._now or (0, False)
         if not last:
             return False
         if model.stepped or not model.sums:
@@ -324,6 +330,8 @@ class Session:
                 for name, value in {"loss": loss_sum, "weight": weight, **(more[0] if more else {})}.items():
                     part = torch.as_tensor(value, device=self.device).double() * counts
                     sums[name] = sums.get(name, torch.zeros_like(part)) + part
+        if not sums:
+            raise DataError("the dataset gives no samples", where="session.evaluate", fix="give a list, or one whose iter() starts again")
         total, _ = self.gather.start(sums).read()
         weight = total.pop("weight", 0.0) or 1.0
         means = {name: value / weight for name, value in total.items()}
@@ -333,26 +341,24 @@ class Session:
 
     def log(self, **metrics: Any) -> None:
         """An event of this step, on rank 0 a line as well: the loss and the gradient norm of all ranks (of several models under NAME_loss),
-        and `metrics`, numbers as this rank has them."""
+        and `metrics`, numbers as this rank has them. Before this start's first step there is the line alone."""
+        self._require_prepared()
         self._land()
         scalars: dict[str, float] = {}
         for name in self._stepped():
             prefix = f"{name}_" if name else ""
             scalars |= {f"{prefix}loss": self.losses[name], f"{prefix}grad_norm": self.grad_norms[name]}
         scalars |= own.numbers(metrics)
-        now, batch, model = time.time(), self.plan.batch, next(iter(self._models.values()))
-        before, self._logged = self._logged, (self.steps, now, self._state.tokens)
-        seconds = (now - before[1]) / max(1, self.steps - before[0])
-        weight = (self._state.tokens - before[2]) // max(1, self.steps - before[0])
-        event = Step(
-            step=self.steps, loss=next(iter(self.losses.values())), lr=float(model.engine.optimizer.param_groups[0]["lr"]),
-            grad_norm=next(iter(self.grad_norms.values())), tokens=weight, samples=batch.global_samples, tokens_per_s=weight / seconds,
-            samples_per_s=batch.global_samples / seconds, mfu=None, seconds=seconds, data_s=0.0, compute_s=seconds, comm_s=None,
-            sent_bytes=None, memory_bytes=[], epoch=self._epoch, metrics={k: v for k, v in scalars.items() if k not in Step.names()},
-        )  # fmt: skip
-        self.emit(event)
         if self.is_first:
             print(f"step {self.steps}  " + "  ".join(f"{name} {value:.5g}" for name, value in scalars.items()), flush=True)
+        if not self.losses:
+            return
+        now, done = time.time(), (self.steps, self._state.tokens)
+        (steps, began, tokens), self._logged = self._logged, (done[0], now, done[1])
+        each, engine = max(1, done[0] - steps), next(iter(self._models.values())).engine
+        metrics_of_step = {"seconds": (now - began) / each, "tokens": (done[1] - tokens) // each, "epoch": self._epoch}
+        metrics_of_step |= {"loss": next(iter(self.losses.values())), "grad_norm": next(iter(self.grad_norms.values()))}
+        self.emit(own.step_event(self.steps, self.plan, engine, scalars, **metrics_of_step))
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
 
@@ -364,10 +370,10 @@ class Session:
         if not on_disk and (in_memory is None or self.steps % in_memory):
             return
         if self._unused():
-            raise UserError(
-                "save in the middle of a global batch", where="session.save", fix="call it after the last s.step() of the batch"
-            )
+            what = "save in the middle of a global batch"
+            raise UserError(what, where="session.save", fix="call it after the last s.step() of the batch")
         self._land()
+        own.require_json(self.state)
         if on_disk:
             self.saver.save(self.metric)
         else:
@@ -375,6 +381,7 @@ class Session:
 
     def _save_last(self) -> None:
         self._land()
+        own.require_json(self.state, drop=True)
         if self.steps:
             self.saver.save_last(self.metric)
 
@@ -382,13 +389,6 @@ class Session:
         if self._signal:
             self._save_last()
             self.saver.leave(self._signal)
-
-    def _model(self, of: str) -> Trained:
-        if of not in self._models:
-            known = ", ".join(repr(name) for name in self._models if name)
-            fix = f"of= one of {known}" if known else "call s.prepare first" if not self._models else "leave of= out: there is one model"
-            raise UserError(f"no model {of!r}" if of else "which model?" if known else "no model yet", where="session", fix=fix)
-        return self._models[of]
 
     def _require_prepared(self) -> None:
         if not self._models:

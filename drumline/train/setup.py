@@ -14,7 +14,7 @@ from drumline.core.config import Config
 from drumline.core.explain import default_run_dir, size
 from drumline.core.facts import ModelFacts
 from drumline.core.files import write_whole
-from drumline.core.load import Request, allowed, refused, to_yaml
+from drumline.core.load import Request, allowed, refused, saved_config, to_yaml
 from drumline.core.model import Head, ModelConfig
 from drumline.core.plan import DataIdentity, DataPlan, Plan, RolePlan
 from drumline.core.resolve import batch_norm_why, device_of, processes_of, resolve
@@ -315,7 +315,7 @@ def _named(place: str) -> tuple[str, dict[str, Any]]:
 
 def _check_same_run(path: str, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]) -> None:
     """Raises CheckpointError where a checkpoint was made with another config or other data, as far as nobody has allowed it."""
-    changes, keys = refused(Config.model_validate(state["config"]), plan.config, allow)
+    changes, keys = refused(saved_config(state["config"], plan.config, allow, path), plan.config, allow)
     if keys:
         fix = f"take the change back, or accept it with --allow {','.join(keys)}"
         raise CheckpointError(f"the config differs in what the run depends on: {changes}", where=path, fix=fix)

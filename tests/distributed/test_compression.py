@@ -65,7 +65,7 @@ RUNS = {
     # A fragment is sent after the first step and used after the third.
     "diloco of four, streamed": Run({"kind": "diloco", "period": 3, "fragments": 2, "bits": 8, "delay": 2}, sections=FOUR),
 }
-AGAIN = ("bf16", "topk", "fp16", "fp16 precision", "topk, buckets", "diloco, 8 bits", "powersgd, static graph")  # with --full alone
+AGAIN = ("bf16", "topk", "fp16", "fp16 precision", "topk, buckets", "diloco, 8 bits")  # with --full alone
 NEAR = [name for name, run in RUNS.items() if run.distance]
 # The first stops after two steps, the second goes on from there.
 RESUMED = [("local_sgd of four", "local_sgd of four"), ("diloco of four", "diloco of four"), ("ddp of four", "diloco of four"),

@@ -33,6 +33,7 @@ SMALL: dict[str, dict[str, Any]] = {
 NAMES = {"vit": "ViT", "resnet": "ResNet", "gpt": "GPT"}
 SPREAD = ("ddp", "fsdp2", "zero2", "zero3")
 KEPT = ("zero3",)  # test_session_parity has the same models under all four; with --full all
+DP = ("vit", "gpt")
 STAGED = Path(__file__).with_name("staged.py")
 TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 # What is built, a name, and the strategy.
@@ -98,9 +99,15 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """The runs of all rows, in two process groups."""
     chosen = SPREAD if request.config.getoption("--full") else KEPT
     root = tmp_path_factory.mktemp("own")
-    run_plans([planned(name, root / name / "alone", 1, "single") for name in SMALL], 1)
+    alone = [planned(name, root / name / "alone", 1, "single") for name in SMALL]
+    run_plans([*alone, *(planned(name, root / name / "dp", 1, "dp") for name in DP)], 1)
     run_plans([planned(name, root / name / strategy, 2, strategy) for name in SMALL for strategy in chosen], 2)
     return root
+
+
+@pytest.mark.parametrize("name", DP)
+def test_dp_on_a_cpu_is_one_process(runs: Path, name: str) -> None:
+    assert losses(runs / name / "dp") == pytest.approx(losses(runs / name / "alone"), rel=1e-6)
 
 
 @pytest.mark.parametrize("strategy", [pytest.param(s, marks=[] if s in KEPT else pytest.mark.full) for s in SPREAD])

@@ -221,6 +221,13 @@ IMPORT = f"import sys, {', '.join(f'drumline.{name}' for name in ('core.load', '
 HELP = "import sys; from drumline.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass"
 
 
+def test_keys_of_other_tools_are_imported_where_one_is_met() -> None:
+    code = "from drumline.core.load import load_values; from drumline.train.command import requested\n"
+    code += "requested({'data': {'train': [{'kind': 'digits'}]}, 'model': 'gpt2'}, [], None, ())()\nimport sys; print(*sys.modules)"
+    loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.split())
+    assert "drumline.train.command" in loaded and not {name for name in loaded if name.startswith("drumline.compat")}
+
+
 @pytest.mark.parametrize("code", [IMPORT, HELP], ids=["light rooms", "--help"])
 def test_torch_is_not_imported_for_nothing(code: str) -> None:
     told = subprocess.run([sys.executable, "-c", f"{code}\nprint(*sys.modules)"], capture_output=True, text=True, check=True, timeout=60)

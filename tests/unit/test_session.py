@@ -58,10 +58,23 @@ def test_a_shuffled_pass_has_each_sample_once() -> None:
 
 
 def test_a_dataset_that_can_be_read_once_says_so() -> None:
-    with pytest.raises(DataError, match="gives nothing in pass 2"):
-        list(global_batches(iter(range(10)), BATCH, 0, 0, None, None))
+    for stop in (None, 2):
+        with pytest.raises(DataError, match="gives nothing in pass 2"):
+            list(global_batches(iter(range(10)), BATCH, 0, 0, stop, None))
     with pytest.raises(DataError, match="no samples"):
         list(global_batches([], BATCH, 0, 0, 1, None))
+
+
+def test_what_can_be_read_once_is_one_pass() -> None:
+    assert taken_of(range(10)) == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 8, 9]] and taken_of(range(8)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert taken_of(range(10), position=8) == [[0, 1, 8, 9]] and taken_of(range(10), position=12) == []
+    assert taken_of(range(1)) == [[0, 0, 0, 0]], "fewer samples than a global batch"
+
+
+def taken_of(rows: range, position: int = 0) -> list[list[int]]:
+    """Of a generator over the rows, as `taken` has them."""
+    ranks = [list(global_batches((row for row in rows), BATCH, rank, position, 1, None)) for rank in range(2)]
+    return [sorted(chain(*mine, *others)) for mine, others in zip(*ranks, strict=True)]
 
 
 def test_held_out_samples_count_once_and_ranks_do_the_same_work() -> None:

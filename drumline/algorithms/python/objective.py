@@ -12,6 +12,11 @@ from drumline.data.samples import SampleBatch
 from drumline.errors import ConfigError
 
 WEIGHT = "weight"
+# Names that events of steps and evaluations, and the sums of all ranks, have for other things.
+TAKEN = {
+    "comm_s", "compute_s", "data_s", "epoch", "grad_norm", "kind", "loss", "lr", "memory_bytes", "mfu", "samples", "samples_per_s",
+    "seconds", "sent_bytes", "squared_norms", "step", "t", "tokens", "tokens_per_s", WEIGHT,
+}  # fmt: skip
 
 
 class PythonObjective(Algorithm):
@@ -19,6 +24,7 @@ class PythonObjective(Algorithm):
 
     def __init__(self, function: Callable[[Any, Any], Any], name: str) -> None:
         self.function, self.name = function, name
+        self.given: dict[bool, list[str]] = {}  # whether it is trained → the names of the sums
 
     def objective(self, outputs: Any, batch: SampleBatch) -> LossOut:
         """`outputs` is the model itself. Raises ConfigError for what is no sum."""
@@ -29,10 +35,10 @@ class PythonObjective(Algorithm):
         return LossOut(loss_sum.float(), {**{name: value.detach().float() for name, value in sums.items()}, WEIGHT: weight})
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        return {name: value / max(1.0, sums[WEIGHT]) for name, value in sums.items() if name not in ("loss", WEIGHT)}
+        return {name: value / (sums[WEIGHT] or 1.0) for name, value in sums.items() if name not in ("loss", WEIGHT)}
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        return {"loss": sums["loss"] / max(1.0, sums[WEIGHT]), **self.step_metrics(sums)}
+        return {"loss": sums["loss"] / (sums[WEIGHT] or 1.0), **self.step_metrics(sums)}
 
     def _checked(self, out: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss_sum, sums = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
@@ -43,9 +49,13 @@ class PythonObjective(Algorithm):
             bad = f"a loss and {type(sums).__name__}"
         elif not all(isinstance(value, torch.Tensor) and not value.ndim for value in sums.values()):
             bad = "sums that are not all scalar tensors"
-        elif {"loss", WEIGHT} & sums.keys():
-            bad = "a sum of the name loss or weight"
+        elif taken := [name for name in sums if not isinstance(name, str) or name in TAKEN or name.startswith("max_")]:
+            bad = f"a sum of the name {taken[0]!r}, which Drumline uses itself"
         if bad:
             fix = "return the loss summed over the batch, a scalar tensor, or (that, {name: scalar tensor})"
             raise ConfigError(f"{self.name} gave {bad}", where="algorithm.path", fix=fix)
-        return loss_sum, sums
+        names = sorted(sums)
+        if names != (before := self.given.setdefault(torch.is_grad_enabled(), names)):
+            what = f"{self.name} gave the sums {', '.join(names) or 'none'}, and before {', '.join(before) or 'none'}"
+            raise ConfigError(what, where="algorithm.path", fix="give the same sums for each batch, 0 where there is nothing to add")
+        return loss_sum, {name: sums[name] for name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,11 +12,30 @@ from torch import nn
 from drumline.core.plan import Plan
 from drumline.models.shards import Values
 from drumline.parallel.data_parallel import Unreplicated
+from drumline.parallel.plain import Plain
+
+logger = logging.getLogger(__name__)
 
 
 def spread(plan: Plan, model: nn.Module, module: nn.Module, values: Values) -> Unreplicated:
     values.fill(model)
+    if isinstance(module, Plain):
+        if plan.device == "cuda":
+            logger.warning("strategy dp with a module of your own is experimental on GPUs: no test has run it there")
+            module.over_devices = OverDevices(model)
+        return Unreplicated(module)
     return Unreplicated(Scattered(module, plan.device), reads=module)
+
+
+class OverDevices(nn.DataParallel):
+    """nn.DataParallel around any module, with all of its attributes. Each tensor of a call is cut over its first dimension, and so is what
+    the module gives put together again."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
 
 
 class Scattered(nn.Module):

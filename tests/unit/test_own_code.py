@@ -1,0 +1,174 @@
+"""What the user's own code gives and raises: sums, weights, rows, trackers, kinds beside the YAML; and a config that names what is gone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drumline.algorithms.python.objective import TAKEN, PythonObjective
+from drumline.core.load import Loaded, load, saved_config
+from drumline.core.plan import Plan
+from drumline.core.registry import _own
+from drumline.data.samples import SampleBatch, SampleCollator, Samples
+from drumline.dist.reduce import Gather
+from drumline.errors import CheckpointError, ConfigError, DataError, DrumlineError, EnvironmentFault, UserError
+from drumline.telemetry.events import Eval, Event, Step
+from drumline.telemetry.trackers import MEMORY, open_sinks
+from drumline.train.setup import Request, make_plan
+from drumline.train.state import SQUARES
+from tests.checkpoint_ranks import run
+from tests.tiny import tiny_model_dir
+
+ONE = torch.ones(())
+
+
+def given(out: Any, weight: float = 2.0) -> Any:
+    return PythonObjective(lambda model, batch: out, "mine.py:objective").objective(None, SampleBatch(None, weight))
+
+
+@pytest.mark.parametrize("name", ["tokens", "kind", "max_error", "squared_norms", "loss", 3])
+def test_names_of_sums_that_are_drumline_s(name: Any) -> None:
+    with pytest.raises(ConfigError, match=f"a sum of the name {name!r}, which Drumline uses itself"):
+        given((ONE, {name: ONE}))
+
+
+def test_all_names_of_events_are_taken() -> None:
+    assert {"t", "kind", "loss", "weight", SQUARES, *Step.names(), *Eval.names()} == TAKEN
+
+
+def test_sums_have_the_same_names_for_each_batch() -> None:
+    outs = iter([{"b": ONE, "a": ONE * 2}, {"a": ONE, "b": ONE}, {"a": ONE}])
+    objective = PythonObjective(lambda model, batch: (ONE, next(outs)), "mine.py:objective")
+    batch = SampleBatch(None, 0.25)
+    assert [*objective.objective(None, batch).sums] == [*objective.objective(None, batch).sums] == ["a", "b", "weight"]
+    with pytest.raises(ConfigError, match="gave the sums a, and before a, b — give the same sums for each batch"):
+        objective.objective(None, batch)
+    assert objective.metrics({"loss": 1.0, "a": 0.5, "weight": 0.25}) == {"loss": 4.0, "a": 2.0}, "a weight below 1 counts as it is"
+
+
+def sums_of(rank: int) -> str:
+    try:
+        Gather(rank, 2, "cpu").start({"a": ONE.double()} | ({"b": ONE.double()} if rank else {}))
+    except UserError as error:
+        return error.line()
+    return ""
+
+
+def other_sums() -> str:
+    import torch.distributed as dist
+
+    return sums_of(dist.get_rank())
+
+
+def test_sums_whose_names_differ_between_ranks() -> None:
+    one, other = run(2, other_sums)
+    assert "rank 0 adds up a, and rank 1 a, b" in one and "rank 1 adds up a, b, and rank 0 a" in other
+
+
+@pytest.mark.parametrize("weight", [float("nan"), -1.0, None, "four", torch.ones(2)])
+def test_weights_that_are_none(weight: Any) -> None:
+    with pytest.raises(DataError, match=r"algorithm\.weight: gave .* — return a number of 0 or more"):
+        SampleCollator(Samples([[1, 2]]), list, lambda content: weight)([0, 1])
+    assert SampleCollator(Samples([[1, 2]]), list, lambda content: torch.tensor(0.25))([0]).weight == 0.25
+
+
+def test_a_metric_takes_no_field_s_place() -> None:
+    values = Eval(step=3, samples=2, seconds=1.0, metrics={"kind": "x", "samples": 7.0, "loss": 1.5}).values()
+    assert (values["kind"], values["samples"], values["loss"]) == ("eval", 2, 1.5) and isinstance(Event.of(values), Eval)
+
+
+CODE = """
+from drumline.strategies.single.spec import SingleStrategy
+from drumline.telemetry.trackers import Tracker
+import torch, uuid
+
+def build():
+    return torch.nn.Linear(2, 1)
+
+def objective(model, batch):
+    return model(batch).sum()
+
+def rows():
+    yield {"text": "a"}
+    yield row["text"]
+
+def fine():
+    return [torch.ones(2)] * 4
+
+def nothing(run):
+    pass
+
+def works(run):
+    return Tracker(uuid.UUID(int=7), lambda group, values, step: None, lambda: None)
+
+class Mine(SingleStrategy):
+    kind: str = "mine"
+"""
+
+
+def loaded(folder: Path, **sections: Any) -> Loaded:
+    (folder / "own_code_of_a_test.py").write_text(CODE)
+    values = {
+        "model": {"kind": "python", "path": "own_code_of_a_test.py:build"},
+        "algorithm": {"kind": "python", "path": "own_code_of_a_test.py:objective"},
+        "data": {"train": [{"kind": "python", "path": "own_code_of_a_test.py:rows"}]},
+        "run": {"steps": 1, "report_to": [], "dir": str(folder / "run"), "device": "cpu"},
+        "batch": {"global_samples": 2},
+    }
+    values |= sections
+    (folder / "mine.yaml").write_text(json.dumps(values))
+    return load(folder / "mine.yaml", [])
+
+
+@pytest.mark.parametrize("sections", [{}, {"algorithm": "pretrain", "model": {"id": "MODEL"}}], ids=["samples", "text"])
+def test_rows_that_raise(tmp_path: Path, sections: dict[str, Any]) -> None:
+    if sections:
+        rows = [{"kind": "python", "path": "own_code_of_a_test.py:rows"}]
+        sections = {**sections, "model": {"id": str(tiny_model_dir(tmp_path / "model"))}, "data": {"train": rows, "max_length": 64}}
+    request = Request(loaded(tmp_path, **sections), 1)
+    with pytest.raises(DrumlineError, match=r"reading own_code_of_a_test.py:rows raised NameError in own_code_of_a_test.py:14"):
+        make_plan(request, on_progress=lambda *_: None)
+
+
+def test_trackers_that_are_none(tmp_path: Path) -> None:
+    loaded(tmp_path)
+    with pytest.raises(EnvironmentFault, match=r"does not start: .*it gives NoneType, a Tracker is wanted"):
+        open_sinks(["own_code_of_a_test.py:nothing"], tmp_path, {}, "name", tmp_path)
+    open_sinks(["own_code_of_a_test.py:works"], tmp_path, {}, "name", tmp_path)
+    assert (tmp_path / MEMORY).read_text().endswith('7"}')
+
+
+def test_a_config_whose_plug_in_is_gone(tmp_path: Path) -> None:
+    now = loaded(tmp_path).config
+    old = now.model_dump(mode="json")
+    assert saved_config(old, now, (), "there") == now
+    old["strategy"] = {"kind": "gossip"}
+    old["run"]["report_to"] = ["sqlite"]
+    assert saved_config(old, now, (), "there") == now, "what may change is of now"
+    old["algorithm"] = {"kind": f"{tmp_path}/moved.py:KTO"}
+    with pytest.raises(CheckpointError, match=r"there: its config cannot be read: .*moved\.py.* --allow SECTION"):
+        saved_config(old, now, (), "there")
+    assert saved_config(old, now, ("algorithm",), "there") == now
+
+
+def test_a_kind_beside_the_yaml_is_found_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is started anew reads plan.json alone, in the folder that the command was given in."""
+    rows = {"train": [{"kind": "python", "path": "own_code_of_a_test.py:fine"}]}
+    request = Request(loaded(tmp_path, strategy="own_code_of_a_test:Mine", data=rows), 1)
+    plan = make_plan(request, on_progress=lambda *_: None, dry_run=True)
+    plan.save(tmp_path / "plan.json")
+    _own.clear()
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path != str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "own_code_of_a_test")
+    assert Plan.load(tmp_path / "plan.json").config.strategy.kind == "own_code_of_a_test:Mine"
+    _own.clear()
+    broken = json.loads((tmp_path / "plan.json").read_text())
+    broken["config"]["strategy"] = {"kind": "gossip"}
+    (tmp_path / "plan.json").write_text(json.dumps(broken))
+    with pytest.raises(CheckpointError, match=r"is not one of this version: config.strategy.*gossip"):
+        Plan.load(tmp_path / "plan.json")

@@ -1,0 +1,89 @@
+"""What a loop of the user's own may do wrong, and what `drumline.session` says then; nothing is lost or counted twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from drumline.errors import DataError, UserError
+from tests.harness import events
+from tests.unit.test_session import ROWS, build, collate, loss_of, session, sgd
+
+
+class Unending(torch.utils.data.IterableDataset[int]):
+    """It has no length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+def test_loops_that_would_count_twice(tmp_path: Path) -> None:
+    with session(tmp_path, micro_batch=2) as s:
+        model, _ = s.prepare(build, sgd)
+        with pytest.raises(UserError, match="two loops take batches at once"):
+            list(zip(s.batches(ROWS, collate), s.batches(ROWS, collate), strict=True))
+        for batch in s.batches(ROWS, collate):
+            s.backward(*loss_of(model, batch))
+            break  # between the two micro-batches
+        with pytest.raises(UserError, match="left in the middle of a global batch"):
+            next(s.batches(ROWS, collate))
+
+
+def test_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with session(tmp_path) as s:
+        for call in (lambda: s.steps, lambda: s.position, lambda: s.state, lambda: s.log(a=1), lambda: s.save()):
+            with pytest.raises(UserError, match="no model yet"):
+                call()
+        s.prepare(build, sgd)
+        s.log(accuracy=0.25)
+    assert "step 0  accuracy 0.25" in capsys.readouterr().out and not events(tmp_path / "run", "step")
+
+
+def test_a_name_of_the_user_s_takes_no_field_s_place(tmp_path: Path) -> None:
+    with session(tmp_path) as s:
+        model, _ = s.prepare(build, sgd)
+        for batch in s.batches(ROWS, collate, steps=1):
+            s.backward(*loss_of(model, batch))
+            s.step()
+            s.log(kind=1, step=77, margin=0.5)
+    (step,) = events(tmp_path / "run", "step")
+    assert (step["step"], step["margin"], step["tokens"]) == (1, 0.5, 4)
+
+
+def test_what_gives_no_samples(tmp_path: Path) -> None:
+    with session(tmp_path) as s:
+        model, _ = s.prepare(build, sgd)
+        once = iter(ROWS)
+        assert s.evaluate(once, collate, lambda batch: loss_of(model, batch))["loss"] > 0
+        for nothing in ([], once):
+            with pytest.raises(DataError, match=r"session\.evaluate: the dataset gives no samples"):
+                s.evaluate(nothing, collate, lambda batch: loss_of(model, batch))
+        chained = torch.utils.data.ChainDataset([Unending(), Unending()])  # it has a len() that raises
+        assert len(list(s.batches(chained, torch.tensor, shuffle=False))) == 5
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_state_that_json_does_not_have(tmp_path: Path, at_the_end: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    with session(tmp_path) as s:
+        model, _ = s.prepare(build, sgd)
+        for batch in s.batches(ROWS, collate, steps=1):
+            s.backward(*loss_of(model, batch))
+            s.step()
+        s.state.update(best=torch.ones(()), seen=3)
+        if not at_the_end:
+            with pytest.raises(UserError, match=r"s\.state\['best'\] is a Tensor"):
+                s.save()
+    assert "s.state['best'] is a Tensor, which JSON does not have: it is not saved" in capsys.readouterr().err
+    with session(tmp_path, resume=True) as s:
+        s.prepare(build, sgd)
+        assert s.steps == 1 and s.state == {"seen": 3}
+
+
+def test_each_session_of_a_process_says_its_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        with pytest.raises(UserError), session(tmp_path / name) as s:
+            s.prepare(build(), sgd)
+    assert capsys.readouterr().err.count("build is a Linear that is made already") == 2
