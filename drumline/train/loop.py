@@ -352,7 +352,8 @@ class Loop:
 
 
 def _added(sums: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    return {key: sums.get(key, 0.0) + value for key, value in more.items()}
+    """Sums of what was evaluated so far and of `more` batches (of a key `max_…` the largest)."""
+    return {key: max(sums.get(key, value), value) if key.startswith("max_") else sums.get(key, 0.0) + value for key, value in more.items()}
 
 
 def _due(every: int | None, before: int, now: int) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from drumline.algorithms.python.objective import TAKEN, PythonObjective
+from drumline.algorithms.python.objective import FIELDS, OURS, PythonObjective
 from drumline.core.load import Loaded, load, saved_config
 from drumline.core.plan import Plan
 from drumline.core.registry import _own
@@ -31,14 +32,18 @@ def given(out: Any, weight: float = 2.0) -> Any:
     return PythonObjective(lambda model, batch: out, "mine.py:objective").objective(None, SampleBatch(None, weight))
 
 
-@pytest.mark.parametrize("name", ["tokens", "kind", "max_error", "squared_norms", "loss", 3])
+@pytest.mark.parametrize("name", ["weight", "squared_norms", "loss", 3])
 def test_names_of_sums_that_are_drumline_s(name: Any) -> None:
     with pytest.raises(ConfigError, match=f"a sum of the name {name!r}, which Drumline uses itself"):
         given((ONE, {name: ONE}))
 
 
-def test_all_names_of_events_are_taken() -> None:
-    assert {"t", "kind", "loss", "weight", SQUARES, *Step.names(), *Eval.names()} == TAKEN
+def test_sums_that_are_called_like_a_field_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    assert {"t", "kind", *Step.names(), *Eval.names()} == FIELDS and set(OURS) == {"loss", "weight", SQUARES}
+    given((ONE, {"tokens": ONE, "kind": ONE, "margin": ONE}))
+    assert caplog.messages == [
+        "mine.py:objective gives sums that no event shows, as its own numbers have these names: kind, tokens",
+    ]
 
 
 def test_sums_have_the_same_names_for_each_batch() -> None:
@@ -49,6 +54,7 @@ def test_sums_have_the_same_names_for_each_batch() -> None:
     with pytest.raises(ConfigError, match="gave the sums a, and before a, b — give the same sums for each batch"):
         objective.objective(None, batch)
     assert objective.metrics({"loss": 1.0, "a": 0.5, "weight": 0.25}) == {"loss": 4.0, "a": 2.0}, "a weight below 1 counts as it is"
+    assert objective.step_metrics({"loss": 1.0, "max_a": 5.0, "weight": 2.0}) == {"max_a": 5.0}, "the largest is no mean"
 
 
 def sums_of(rank: int) -> str:
@@ -60,8 +66,6 @@ def sums_of(rank: int) -> str:
 
 
 def other_sums() -> str:
-    import torch.distributed as dist
-
     return sums_of(dist.get_rank())
 
 
@@ -74,7 +78,7 @@ def test_sums_whose_names_differ_between_ranks() -> None:
 def test_weights_that_are_none(weight: Any) -> None:
     with pytest.raises(DataError, match=r"algorithm\.weight: gave .* — return a number of 0 or more"):
         SampleCollator(Samples([[1, 2]]), list, lambda content: weight)([0, 1])
-    assert SampleCollator(Samples([[1, 2]]), list, lambda content: torch.tensor(0.25))([0]).weight == 0.25
+    assert SampleCollator(Samples([[1, 2]]), list, lambda content: float(torch.tensor(0.25)))([0]).weight == 0.25
 
 
 def test_a_metric_takes_no_field_s_place() -> None:

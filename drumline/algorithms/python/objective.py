@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +12,19 @@ from drumline.algorithms.base import Algorithm, LossOut
 from drumline.data.samples import SampleBatch
 from drumline.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 WEIGHT = "weight"
-# Names that events of steps and evaluations, and the sums of all ranks, have for other things.
-TAKEN = {
+OURS = ("loss", WEIGHT, "squared_norms")  # sums that are added to the user's
+# Names that events of steps and evaluations have for their own numbers.
+FIELDS = {
     "comm_s", "compute_s", "data_s", "epoch", "grad_norm", "kind", "loss", "lr", "memory_bytes", "mfu", "samples", "samples_per_s",
-    "seconds", "sent_bytes", "squared_norms", "step", "t", "tokens", "tokens_per_s", WEIGHT,
+    "seconds", "sent_bytes", "step", "t", "tokens", "tokens_per_s",
 }  # fmt: skip
 
 
 class PythonObjective(Algorithm):
-    """`function(model, batch)` gives the loss summed over the micro-batch, and other sums by name, which are reported over the weight."""
+    """`function(model, batch)` gives the loss summed over the micro-batch, and other sums by name, which are reported over the weight;
+    of a name `max_…` the largest of all micro-batches is reported as it is."""
 
     def __init__(self, function: Callable[[Any, Any], Any], name: str) -> None:
         self.function, self.name = function, name
@@ -35,7 +39,8 @@ class PythonObjective(Algorithm):
         return LossOut(loss_sum.float(), {**{name: value.detach().float() for name, value in sums.items()}, WEIGHT: weight})
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        return {name: value / (sums[WEIGHT] or 1.0) for name, value in sums.items() if name not in ("loss", WEIGHT)}
+        over = {name: 1.0 if name.startswith("max_") else sums[WEIGHT] or 1.0 for name in sums.keys() - {"loss", WEIGHT}}
+        return {name: value / over[name] for name, value in sums.items() if name in over}
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return {"loss": sums["loss"] / (sums[WEIGHT] or 1.0), **self.step_metrics(sums)}
@@ -49,12 +54,16 @@ class PythonObjective(Algorithm):
             bad = f"a loss and {type(sums).__name__}"
         elif not all(isinstance(value, torch.Tensor) and not value.ndim for value in sums.values()):
             bad = "sums that are not all scalar tensors"
-        elif taken := [name for name in sums if not isinstance(name, str) or name in TAKEN or name.startswith("max_")]:
+        elif taken := [name for name in sums if not isinstance(name, str) or name in OURS]:
             bad = f"a sum of the name {taken[0]!r}, which Drumline uses itself"
         if bad:
             fix = "return the loss summed over the batch, a scalar tensor, or (that, {name: scalar tensor})"
             raise ConfigError(f"{self.name} gave {bad}", where="algorithm.path", fix=fix)
         names = sorted(sums)
+        if torch.is_grad_enabled() not in self.given and (hidden := FIELDS.intersection(names)):
+            logger.warning(
+                "%s gives sums that no event shows, as its own numbers have these names: %s", self.name, ", ".join(sorted(hidden))
+            )
         if names != (before := self.given.setdefault(torch.is_grad_enabled(), names)):
             what = f"{self.name} gave the sums {', '.join(names) or 'none'}, and before {', '.join(before) or 'none'}"
             raise ConfigError(what, where="algorithm.path", fix="give the same sums for each batch, 0 where there is nothing to add")
