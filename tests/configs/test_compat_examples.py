@@ -70,6 +70,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.full  # they are the same configs, whose strategies parity trains
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_two_ranks_take_two_steps(runs: Path, path: Path) -> None:
     run = runs / path.stem / "run"

@@ -47,7 +47,7 @@ ROWS = {
     "pp": Row("pp", 2),
     "zero2": Row("zero2", 2),
 }
-AGAIN = ("ddp, fp16", "fsdp2, gathered in fp32", "cp", "tp", "ddp", "fsdp2, frozen embedding")  # with --full alone
+AGAIN = ("ddp, fp16", "fsdp2, gathered in fp32", "cp", "tp", "ddp", "fsdp2, frozen embedding", "pp")  # with --full alone
 
 
 def reference(row: Row) -> str:
