@@ -60,7 +60,8 @@ SPREADS: dict[str, tuple[int, Any]] = {
 }
 REFUSED = {(kind, "tp 2") for kind in KINDS if "dora" in kind or "bit" in kind or "tokens" in kind} | {("saved and tokens", "pp 2")}
 REFUSED |= {("4bit, pure bf16", name) for name in ("zero3 2", "zero2 2", "cp 2", "pp 2")}
-OFTEN, REST = ("fsdp2 2", "zero3 2"), ("dora, pissa, bf16", "4bit, bf16", "4bit, pure bf16", "8bit", "pissa", "dora", "4bit", "two")  # --full
+OFTEN = ("fsdp2 2", "zero3 2")
+REST = ("dora, pissa, bf16", "4bit, bf16", "4bit, pure bf16", "8bit", "pissa", "dora", "4bit", "two")  # with --full
 PAIRS = [
     pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if name in OFTEN and kind not in REST else pytest.mark.full)
     for kind in KINDS

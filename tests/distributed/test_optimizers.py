@@ -62,7 +62,8 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "fsdp2 2 x tp 2": (4, {"kind": "fsdp2", "tp": 2}),
 }
 ONLY = {"in backward": ("single", "fsdp2 2", "tp 2", "fsdp2 2, offload"), "on host": ("single", "ddp 2", "fsdp2 2", "tp 2")}
-REST = ("groups", "adamw_4bit", "bf16, kahan", "schedule_free", "in backward", "lion", "adafactor", "on host")  # the units have what is theirs alone
+# The units have what is theirs alone.
+REST = ("groups", "adamw_4bit", "bf16, kahan", "schedule_free", "in backward", "lion", "adafactor", "on host")
 AGAIN = pytest.mark.full
 LOW = ("single", "ddp 2", "fsdp2 2", "fsdp2 2, offload")  # of these alone is pure bf16 asked
 PAIRS = [
