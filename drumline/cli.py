@@ -307,6 +307,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files and texts of strangers need not be UTF-8
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     given = sys.argv[1:] if arguments is None else arguments
     # torch.distributed.launch and deepspeed add `--local_rank=N`; LOCAL_RANK has the same value.
     arguments = _bare_resume([each for each in given if not each.startswith(("--local_rank=", "--local-rank="))])

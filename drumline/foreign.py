@@ -6,6 +6,7 @@ encode, and with `numbers` no whole numbers of more than 64 bits.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -184,6 +185,13 @@ def disk_errors(what: str, where: str, error_type: type[DrumlineError], fix: str
         yield
     except OSError as error:
         raise error_type(f"{what}: {error.strerror or error}", where=where, fix=fix) from error
+
+
+def content_of(value: Any) -> str:
+    """What stands for a value that JSON does not have: the pixels of a picture, whose `str` is an address in memory."""
+    if hasattr(value, "convert") and hasattr(value, "tobytes"):
+        return hashlib.sha256(f"{value.mode} {value.size} ".encode() + value.tobytes()).hexdigest()
+    return str(value)
 
 
 def first_line(error: BaseException) -> str:

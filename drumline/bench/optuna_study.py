@@ -47,8 +47,9 @@ class Study:
             yield self._point(trial.params, trial.number)
 
     def _point(self, params: dict[str, Any], number: int) -> Point:
-        if params.keys() != {axis.key for axis in self.axes}:
-            raise ConfigError("the study there is of other keys", where=FILE, fix="name another folder with --to")
+        same = params.keys() == {axis.key for axis in self.axes}
+        if not same or any(axis.values and str(params[axis.key]) not in axis.values for axis in self.axes):
+            raise ConfigError("the study there is of other keys or values", where=FILE, fix="name another folder with --to")
         point = tuple((axis.key, str(params[axis.key])) for axis in self.axes)
         self.numbers.setdefault(point, []).append(number)
         return point

@@ -23,7 +23,7 @@ from drumline.core.batch import resolve_batch
 from drumline.core.config import Config
 from drumline.core.explain import size, strategy_name
 from drumline.core.files import remove, write_whole
-from drumline.core.load import Loaded, Request, reader
+from drumline.core.load import Loaded, Request, override, reader
 from drumline.core.plan import Plan
 from drumline.core.signals import NOTHING_LOST
 from drumline.errors import DrumlineError, UserError
@@ -174,7 +174,7 @@ def _measure(row: Row, read_config: Any, given: list[str], folder: Path, on_prog
 
     errors = io.StringIO()
     try:
-        loaded: Loaded = read_config([*given, f"run.dir={folder}"])
+        loaded: Loaded = read_config([*given, override("run.dir", folder)])
         with redirect_stderr(errors):
             _, code = launch_ranks(Request(loaded, loaded.config.launch.processes()), display=False, change=unsaved)
     except DrumlineError as error:

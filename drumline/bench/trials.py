@@ -15,6 +15,7 @@ from typing import IO
 
 from drumline.bench.axes import Point, overrides_of
 from drumline.core.files import remove
+from drumline.core.load import override
 from drumline.core.process import Process, start_command, tied
 from drumline.core.run import EvalConfig
 from drumline.core.signals import NOTHING_LOST, LauncherSignals
@@ -96,7 +97,7 @@ class Trials:
             remove(trial.folder)
         log = log_of(trial)
         log.parent.mkdir(parents=True, exist_ok=True)
-        arguments = [str(self.config), *self.common, *overrides_of(trial.point), f"run.dir={trial.folder}", *["--resume"] * began]
+        arguments = [str(self.config), *self.common, *overrides_of(trial.point), override("run.dir", trial.folder), *["--resume"] * began]
         env = {**os.environ, "NO_COLOR": "1"}
         if self.gpus:
             visible = env["CUDA_VISIBLE_DEVICES"].split(",") if env.get("CUDA_VISIBLE_DEVICES") else [str(n) for n in range(self.gpus)]

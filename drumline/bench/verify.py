@@ -17,7 +17,7 @@ from rich.table import Table
 
 from drumline.core.batch import resolve_batch
 from drumline.core.config import Config
-from drumline.core.load import Loaded, Overrides, overrides_of, reader
+from drumline.core.load import Loaded, Overrides, override, overrides_of, reader
 from drumline.core.plan import Plan
 from drumline.core.registry import kinds
 from drumline.core.strategy import StrategySpec
@@ -93,7 +93,7 @@ def compare(
     with aside(display) as on_progress, _folder(None if keep is None else Path(keep)) as place:
         root = Path(place)
         common = [*changes, *_common(read(changes).config, nproc, steps, on_progress)]
-        alone = read([*common, "strategy=single", "launch.nproc=1", f"run.dir={root / 'reference'}"])
+        alone = read([*common, "strategy=single", "launch.nproc=1", override("run.dir", root / "reference")])
         _run(alone, REFERENCE, on_progress)
         return Comparison(tuple(_outcome(read, common, name, spelled[name], nproc, root, on_progress) for name in wanted), tolerance)
 
@@ -176,7 +176,7 @@ def _dropouts(config: Config, on_progress: OnProgress) -> list[str]:
 def _outcome(read: Read, common: list[str], name: str, spelled: str, nproc: int, root: Path, on_progress: OnProgress) -> Outcome:
     run_dir = root / name.replace(" ", "-").replace("=", "")
     try:
-        plan = _run(read([*common, spelled, f"launch.nproc={nproc}", f"run.dir={run_dir}"]), name, on_progress)
+        plan = _run(read([*common, spelled, f"launch.nproc={nproc}", override("run.dir", run_dir)]), name, on_progress)
         return Outcome(name, plan.mesh.world_size, difference(run_dir, root / "reference"))
     except WorkerFailed as failure:
         return Outcome(name, nproc, None, f"failed: {failure.what}")
@@ -270,13 +270,15 @@ def _distances(tensors: list[tuple[str, float, float, float]]) -> tuple[dict[str
             distances[name] = apart / max(all_of_slot[slot], SMALLEST_NORM)
         else:
             distances[name] = apart / max(norm, SMALLEST_NORM)
-    return distances, tuple(sorted(noise))
+    return {name: d if d == d else float("inf") for name, d in distances.items()}, tuple(sorted(noise))
 
 
 def _largest_difference(mine: dict[int, float], reference: dict[int, float], floor: float) -> float:
     """Relative to the reference, or to `floor` where that is larger. Infinite where a step is missing on one side, or a number is not
     finite."""
     if mine.keys() != reference.keys() or not mine:
+        return float("inf")
+    if not all(isinstance(value, float | int) for value in (*mine.values(), *reference.values())):  # NaN is null on disk, and inf a text
         return float("inf")
     apart = [abs(mine[step] - value) / max(abs(value), floor) for step, value in reference.items()]
     return max((d if d == d else float("inf")) for d in apart)

@@ -20,12 +20,13 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from drumline.core.files import write_whole
 from drumline.errors import CheckpointError
 from drumline.foreign import disk_errors
 
@@ -116,6 +117,21 @@ def sealed(record: Record) -> bytes:
     """A record as JSON with its own checksum."""
     content = record.model_dump()
     return json.dumps({"sha256": _checksum(content), "manifest": content}, indent=1).encode()
+
+
+def make_newest(folder: Path) -> None:
+    """Number a checkpoint as the last save among its neighbours: what was saved after it is a branch that the run has left. Raises
+    CheckpointError."""
+    others = [entry for entry in folder.parent.iterdir() if step_of(entry.name) is not None and entry.name != folder.name]
+    serials = [0]
+    for entry in others:
+        with suppress(CheckpointError):
+            serials.append(read_part(entry)[0].serial)
+    manifest = read_manifest(folder)
+    if manifest.serial < max(serials):
+        renewed = sealed(manifest.model_copy(update={"serial": 1 + max(serials)})).decode()
+        with disk_errors("cannot be written", str(folder / MANIFEST), CheckpointError, "free some space"):
+            write_whole(folder / MANIFEST, renewed, durable=True)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -17,6 +17,7 @@ from drumline.core.mixing import CurriculumKey, DecontaminateKey, DuplicatesKey,
 from drumline.core.registry import Registered, Spec, find_object, imported
 from drumline.core.section import MOST_SEED, Amount, Part, PathText, Section, Short, Steps
 from drumline.core.urls import is_url, secret_mistake
+from drumline.foreign import content_of
 
 Forms = tuple[tuple[str, ...], ...]  # the columns of a row, one tuple for each form that it may have
 TEXT_FORMS: Forms = (("messages",), ("prompt", "completion"), ("text",))
@@ -110,7 +111,7 @@ class SourceSpec(Spec, Mixed):
         """A text that identifies these rows for the token cache: by default a hash of them all."""
         found = hashlib.sha256()
         for row in self.rows(base_dir):
-            found.update(json.dumps(row, sort_keys=True, default=str).encode())
+            found.update(json.dumps(row, sort_keys=True, default=content_of).encode())
         return found.hexdigest()
 
 

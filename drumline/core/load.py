@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -20,6 +21,7 @@ from drumline.core.data import in_full, is_own
 from drumline.core.mistakes import check_numbers, first_mistake, kinds_at, short_at
 from drumline.core.model import TEMPLATES
 from drumline.core.redact import plain, withhold
+from drumline.core.run import EvalConfig
 from drumline.core.yaml_lines import Place, read_yaml, write_yaml
 from drumline.errors import CheckpointError, ConfigError
 from drumline.foreign import MIB, first_line, read_object
@@ -210,10 +212,20 @@ def _check_metric(config: Config, draft: Draft) -> None:
     of_set, _, rest = metric.partition("/")
     inner = rest if of_set in sets else metric
     of_task = metric.startswith("tasks/") and config.eval.tasks
+    unmeasured = config.eval.tasks and not (config.data.eval or config.data.holdout or of_task)
+    if unmeasured:
+        fix = "set data.eval or data.holdout, or name a metric of a task: tasks/NAME/METRIC"
+        raise ConfigError(f"{metric!r} is measured on held-out rows, and there are none", where=draft.where(("eval", "metric")), fix=fix)
     if inner not in names and not (inner.startswith("reward/") and "reward" in names) and not of_task:
         known = [*names, *(f"{name}/{each}" for name in sets for each in names), *["tasks/NAME/METRIC"] * bool(config.eval.tasks)]
         what = f"algorithm {config.algorithm.kind} measures no {metric!r}"
         raise ConfigError(what, where=draft.where(("eval", "metric")), fix=f"one of {', '.join(known)}")
+
+
+def override(key: str, path: object) -> str:
+    """An override that sets a key to a path, which is quoted where YAML would read something else: `#` begins a comment."""
+    text = str(path)
+    return f"{key}={text}" if re.fullmatch(r"[\w.~+=-]*/[\w./~+=-]*", text) else f"{key}={json.dumps(text, ensure_ascii=False)}"
 
 
 def _without_trust(value: Any, granted: tuple[Place, ...], place: Place = ()) -> Any:
@@ -291,7 +303,8 @@ def to_yaml(config: Config) -> str:
 
 # What may change when a run goes on; everything else decides the numbers.
 FREE = (
-    "strategy", "launch", "cluster", "checkpoint", "eval", "health", "memory", "compile",
+    "strategy", "launch", "cluster", "checkpoint", "health", "memory", "compile",
+    *(f"eval.{name}" for name in EvalConfig.model_fields if name not in ("metric", "mode")),  # these have rated what is best so far
     "run.dir", "run.deterministic", "run.device", "run.log_every", "run.report_to", "run.tracker", "run.callbacks",
     "data.workers", "data.prefetch", "data.verify", "data.cache_dir", "data.stream.blocks", "algorithm.loss_chunk",
     "algorithm.reward_failure", "model.attention", "model.trust_remote_code",

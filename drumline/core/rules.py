@@ -51,6 +51,10 @@ def _mps(case: Case) -> Iterator[Refusal]:
 
 
 def _images(case: Case) -> Iterator[Refusal]:
+    data = case.config.data
+    for key in ("duplicates", "decontaminate") if sees(case) or case.config.images_alone else ():
+        if getattr(data, key) and getattr(data, key) != "exact":
+            yield Refusal(f"data.{key} × images", "it compares texts alone", "use data.duplicates=exact, or take it out", f"data.{key}")
     mesh, alone = case.mesh, case.config.images_alone
     if sees(case) and not case.config.algorithm.sees_images:
         reason = "its batches carry no images, and ranks whose vision tower does not run would leave the others waiting"
@@ -158,6 +162,8 @@ def _model(case: Case) -> Iterator[Refusal]:
 def _written(case: Case) -> Iterator[Refusal]:
     """eval.samples and eval.tasks."""
     config, options = case.config, case.config.eval
+    if options.patience is not None and not (config.data.eval or config.data.holdout or options.tasks):
+        yield Refusal("eval.patience × no held-out rows", "it counts evaluations", "set data.eval or data.holdout", "eval.patience")
     if not options.generates:
         return
     key, rollout = f"eval.{'samples' if options.samples else 'tasks'}", config.algorithm.rollout

@@ -107,9 +107,8 @@ def shaped(values: dict[str, Any], known: Forms, wanted: str, origin: str) -> tu
             found = found[0], type(values)({name if name in ours else lower.get(name, name): value for name, value in found[1].items()})
     if found is not None or wanted in ("own", "auto"):
         return found or ("", values)
-    columns = ", ".join(values) or "none"
     shape = " and ".join(SHAPES[_wants(known)].get(wanted, ()))
-    what = f"is no row of the format {wanted}{f', which has {shape}' if shape else ''}: its columns are {columns}"
+    what = f"is no row of the format {wanted}{f', which has {shape}' if shape else ''}: its columns are {', '.join(values) or 'none'}"
     raise DataError(what, where=origin, fix="leave `format` out, or map `columns`")
 
 
@@ -117,13 +116,14 @@ def _shaped(values: dict[str, Any], known: Forms, wanted: str, origin: str) -> t
     talks = {name: read_talk(name, values[name], origin) for name in (*SIDES, *TALKS) if name in values}
     # Of the row's own class: rows of a table are padded with null keys.
     plain = type(values)(values | {name: value for name, (_, value) in talks.items()})
-    if _wants(known) == "pair" and _repeats(plain):
-        del plain["prompt"]
+    if _wants(known) == "pair" and (question := _first(plain, PROMPTS)) and _repeats(plain, question):
+        del plain[question]
+    if "messages" in plain and "functions" in plain and not plain.get("tools"):  # OpenAI's older name
+        plain["tools"] = plain.pop("functions")
     there = {name: value for name, value in plain.items() if value is not None and value != "" and value != []}
     own = any(set(form) <= there.keys() for form in known if {"prompt", "messages", "label"} & set(form))
     systems = _first(there, SYSTEMS) is not None and isinstance(there.get("prompt"), str | None)
-    parts = {part for form in known for part in form}
-    foreign = max((name for part, (name, _) in talks.items() if part in parts), default="")
+    foreign = max((name for part, (name, _) in talks.items() if any(part in form for form in known)), default="")
     if wanted == "auto" and own and (not systems or _wants(known) == "class"):
         return foreign, _labelled(plain, known)
     for name in FORMATS if wanted == "auto" else (wanted,):
@@ -197,9 +197,9 @@ def _system(there: Values) -> tuple[list[dict[str, Any]], set[str]]:
     return ([], set()) if name is None else ([{"role": "system", "content": there[name].removeprefix("SYSTEM: ")}], {name})
 
 
-def _repeats(there: Values) -> bool:
+def _repeats(there: Values, question: str) -> bool:
     """Whether a pair has its prompt twice: as a text, and in both sides, which are whole conversations."""
-    prompt, sides = there.get("prompt"), [there[key] for key in ("chosen", "rejected") if _is_whole(there.get(key))]
+    prompt, sides = there[question], [there[key] for key in ("chosen", "rejected") if _is_whole(there.get(key))]
     has = [any(str(prompt) in str(turn.get("content")) for turn in side if isinstance(turn, Mapping)) for side in sides]
     return isinstance(prompt, str) and len(has) == 2 and all(has)
 

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+import numpy as np
+
 from drumline.core import mirror
 from drumline.core.data import TEXT_FORMS, Columns, DigitsSource, FileSource, Forms, HubSource, SavedSource, Source, SqlSource, TasksSource
 from drumline.data.files import Raw, TableRow, read_digits, read_file, read_tasks
@@ -38,6 +40,7 @@ from drumline.foreign import first_line, judged
 Tools = list[dict[str, Any]]
 Keep = Callable[[Iterator[tuple[Path, Raw]]], Iterator[tuple[Path, Raw]]]
 OPTIONAL = ("margin", "images", "tools")
+PLAIN = {str, int, float, bool, type(None)}
 TALKS = {"messages", "prompt", "chosen"}  # parts that a chat template renders
 
 
@@ -123,7 +126,24 @@ def _raw(source: Source, base_dir: Path, forms: Forms) -> Iterator[tuple[Path, R
                 if not isinstance(values, Mapping):
                     fix = "give dictionaries: column → value"
                     raise DataError(f"row {number} is {type(values).__name__}, not columns", where=name, fix=fix)
-                yield base_dir, (f"{name} row {number}", table(values))
+                yield base_dir, (f"{name} row {number}", table(_of_tables(values)))
+
+
+def _of_tables(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Columns by text, without numpy's arrays and numbers and pandas' NA."""
+    return {str(name): value if type(value) in PLAIN else _without_arrays(value) for name, value in values.items()}
+
+
+def _without_arrays(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return [_without_arrays(each) for each in value.tolist()]
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {key: _without_arrays(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_arrays(each) for each in value]
+    return None if type(value).__name__ == "NAType" else value
 
 
 def _rows(source: Source, base_dir: Path) -> Any:

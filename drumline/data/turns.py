@@ -15,6 +15,7 @@ ROLES = {
     "function": "tool", "observation": "tool", "tool": "tool", "function_response": "tool", "function response": "tool",
     "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
+ANSWERS = ("prompt", "completion", "chosen", "rejected")  # a text there may be JSON by itself
 CALLS = ("function_call", "tool_call")
 TURN = re.compile(r"\n\n(Human|Assistant):[ ]?")
 CHAT = re.compile(r"(?:\A|\n\s*\n)(USER|ASSISTANT|FUNCTION RESPONSE):[ ]?")  # of calls in plain text
@@ -39,7 +40,13 @@ def read_talk(name: str, value: Any, origin: str) -> tuple[str, Any]:
     turns = [found] if isinstance(found, Mapping) else found
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) and {"from", "role"} & turn.keys() for turn in turns):
         return "", value
+    if isinstance(value, str) and name in ANSWERS and not (isinstance(found, list) and all(_known(turn) for turn in turns)):
+        return "", value  # a text that is JSON, and no conversation
     return ("", turns) if all(map(_is_ours, turns)) else ("sharegpt", [_message(turn, origin) for turn in turns])
+
+
+def _known(turn: Mapping[str, Any]) -> bool:
+    return str(turn.get("role") or turn.get("from")).lower() in (*ROLES, "developer")
 
 
 def _is_ours(turn: Mapping[str, Any]) -> bool:

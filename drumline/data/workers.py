@@ -30,6 +30,7 @@ from drumline.data.sources import Row
 from drumline.data.stage import ROW, Chunk
 from drumline.data.templates import Encoded
 from drumline.errors import DataError, EnvironmentFault
+from drumline.foreign import content_of
 from drumline.hardware.detect import usable_cores
 
 if TYPE_CHECKING:  # it imports torch, which other processes do without
@@ -133,7 +134,7 @@ def _number(row: Row, column: str) -> float:
 
 def digest(row: Row) -> bytes:
     """16 bytes of a hash of the row's content, independent of its position."""
-    text = json.dumps(row.values, sort_keys=True, ensure_ascii=False, default=str)
+    text = json.dumps(row.values, sort_keys=True, ensure_ascii=False, default=content_of)
     return hashlib.sha256(text.encode(errors="surrogatepass")).digest()[:16]
 
 

@@ -128,17 +128,20 @@ def search(file: BinaryIO, name: str) -> Iterator[tuple[Signature, re.Match[str]
             for pattern in signature.match:
                 for match in pattern.finditer(text):
                     lines.setdefault(text.rfind("\n", 0, match.end()) + 1, (signature, match))
+        counted = 0
         for start in sorted(lines):
-            line = text[start : start + SHOWN * 8].partition("\n")[0]
-            yield *lines[start], _evidence(name, first + text.count("\n", 0, start), line)
-        first += text.count("\n")
+            first, counted = first + text.count("\n", counted, start), start
+            yield *lines[start], _evidence(name, first, text[start : start + SHOWN * 8].partition("\n")[0])
+        first += text.count("\n", counted)
 
 
 def _pieces(file: BinaryIO) -> Iterator[str]:
-    """The text of a file in pieces of whole lines, without colours."""
+    """The text of a file in pieces of whole lines, without colours; a line of more than a piece is cut."""
     rest = b""
     while piece := file.read(PIECE):
         whole, end, rest = (rest + piece).rpartition(b"\n")
+        if len(rest) > PIECE:
+            whole, end, rest = rest, b"", b""
         yield _plain(whole + end)
     if rest:
         yield _plain(rest)

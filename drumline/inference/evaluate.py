@@ -25,7 +25,7 @@ from drumline.checkpoint.remote import at_hand, choose_or_none
 from drumline.core.data import PROMPT_FORMS, TasksSource
 from drumline.core.explain import default_run_dir, strategy_name
 from drumline.core.files import write_whole
-from drumline.core.load import Loaded, load
+from drumline.core.load import Loaded, load, override
 from drumline.core.plan import Plan
 from drumline.core.rollouts import HFGenerator, TaskReward
 from drumline.data.answers import last_answer
@@ -141,7 +141,7 @@ def find_weights(config_path: Path, overrides: list[str], place: Path | None, ru
     if (place / "config.json").exists():
         own = ["model.revision=null", "model.init=pretrained", "model.config={}", "adapter=none"]
         own += ["model.tokenizer=null"] if (place / "tokenizer_config.json").exists() else []
-        return Weights(load(config_path, [*overrides, f"model.id={place.absolute()}", *own], trusted=False), None, str(place))
+        return Weights(load(config_path, [*overrides, override("model.id", place.absolute()), *own], trusted=False), None, str(place))
     check(place, verify=False, alone=True)
     return Weights(loaded, place, str(place))
 

@@ -16,7 +16,6 @@ from rich.text import Text
 from drumline.core.redact import redact
 from drumline.errors import UserError, printable
 from drumline.report.bars import notes
-from drumline.report.curves import groups
 from drumline.report.facts import APART, Points, RunFacts, short_names
 from drumline.report.sections import short
 
@@ -73,7 +72,8 @@ def compare(folders: list[Path]) -> None:
         (each.name, *map(_mean, each.values), _change(each), "" if each.p is None else f"{each.p:.2g}", each.winner) for each in verdicts
     ]
     console.print(_table(["curve", "A", "B", "B − A", "p", "better"], rows))
-    console.print(_method(len(a), len(b), len(verdicts)))
+    seeds = (len(_by_seed(side, [0.0] * len(side))) for side in (a, b))
+    console.print(_method(*seeds, len(verdicts)))
 
 
 def sides(folders: list[Path]) -> tuple[list[RunFacts], list[RunFacts]]:
@@ -82,11 +82,13 @@ def sides(folders: list[Path]) -> tuple[list[RunFacts], list[RunFacts]]:
     if len(found) == 2:
         return found[0], found[1]
     runs = [run for each in found for run in each]
-    alike = groups(runs)
+    alike: dict[str, list[RunFacts]] = {}
+    for run in runs:
+        alike.setdefault(run.group, []).append(run)
     if len(alike) != 2:
         what = "all of them are one run, or differ in run.seed only" if len(alike) == 1 else f"they make {len(alike)} groups by their keys"
         raise UserError(what, where="drumline compare", fix="name two different runs, or two folders of runs: drumline compare A B")
-    one, other = ([runs[place] for place in places] for places in alike)
+    one, other = alike.values()
     return one, other
 
 
@@ -114,8 +116,16 @@ def judge(a: list[RunFacts], b: list[RunFacts]) -> tuple[list[Verdict], int]:
         if None not in values:
             known = [value for value in values if value is not None]
             one, other = known[: len(a)], known[len(a) :]
-            verdicts.append(Verdict(name, (one, other), _direction(name, runs[0]), welch(one, other)))
+            verdicts.append(Verdict(name, (one, other), _direction(name, runs[0]), welch(_by_seed(a, one), _by_seed(b, other))))
     return verdicts, last
+
+
+def _by_seed(runs: list[RunFacts], values: list[float]) -> list[float]:
+    """The mean of each seed: repeats of one differ by rounding, and are no sample of seeds."""
+    found: dict[str, list[float]] = {}
+    for run, value in zip(runs, values, strict=True):
+        found.setdefault(str(run.config.get("run.seed")), []).append(value)
+    return [statistics.fmean(each) for each in found.values()]
 
 
 def _final(points: Points, last: int) -> float | None:
@@ -157,9 +167,9 @@ def _change(verdict: Verdict) -> str:
 def _method(a: int, b: int, curves: int) -> str:
     if min(a, b) < 2:
         less = "A" if a < 2 else "B"
-        return f"no test is possible: {less} has one run. Two seeds or more of each side (run.seed=1, …) tell a difference from chance."
+        return f"no test is possible: {less} has one seed. Two seeds or more of each side (run.seed=1, …) tell a difference from chance."
     each = f"{curves} curves are each tested by itself: of twenty, one is below by chance." if curves > 1 else ""
-    return f"p: Welch's t-test, two-sided, n = {a} and {b} runs. “not shown”: p ≥ {SURE}. {each}"
+    return f"p: Welch's t-test, two-sided, n = {a} and {b} seeds. “not shown”: p ≥ {SURE}. {each}"
 
 
 def _table(headers: list[str], rows: Sequence[tuple[str, ...]]) -> Table:

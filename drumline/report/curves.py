@@ -4,6 +4,7 @@ band. Nothing is drawn that was not measured, and what was left out is counted."
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from typing import Any
 
 from drumline.report.facts import Points, RunFacts
@@ -49,10 +50,13 @@ def band(repeated: list[Points], most: int) -> dict[str, Any]:
 
 
 def groups(runs: list[RunFacts]) -> list[list[int]]:
-    """Places of the runs that differ in their seed alone, and have different ones."""
-    found: dict[str, list[int]] = {}
+    """Places of the runs that differ in their seed alone, and have different ones: a repeat of a seed begins another group."""
+    found: dict[tuple[str, int], list[int]] = {}
+    seen: Counter[tuple[str, str]] = Counter()
     for place, run in enumerate(runs):
-        found.setdefault(run.group, []).append(place)
+        seed = run.group, str(run.config.get("run.seed"))
+        found.setdefault((run.group, seen[seed]), []).append(place)
+        seen[seed] += 1
     return list(found.values())
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from drumline.core.explain import count
+from drumline.core.load import override
 from drumline.core.plan import LEFT_OUT
 from drumline.report.curves import MOST_POINTS, binned
 from drumline.report.facts import RunFacts, mapping, number, numbers
@@ -333,7 +334,9 @@ def repeat(run: RunFacts) -> str | None:
     world = run.last("run_start").get("world_size")
     here = run.config.get("launch.kind", "local") == "local" and isinstance(world, int) and run.config.get("launch.nproc") is None
     return (
-        f"drumline train {shlex.quote(str(folder / 'config.yaml'))} {shlex.quote(f'run.dir={folder}-again')}" + f" --nproc {world}" * here
+        f"drumline train {shlex.quote(str(folder / 'config.yaml'))} {shlex.quote(override('run.dir', f'{folder}-again'))}"
+        + f" --nproc {world}" * here
+        + f" --nproc {world}" * here
     )
 
 

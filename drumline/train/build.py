@@ -8,7 +8,8 @@ import shutil
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ import torch
 
 from drumline.checkpoint.disks import Disks, Gatherer, fetch
 from drumline.checkpoint.load import Found, check, load, newest, read_state
-from drumline.checkpoint.manifest import read_manifest, step_of
+from drumline.checkpoint.manifest import make_newest, read_manifest, step_of
 from drumline.checkpoint.memory import Memory
 from drumline.checkpoint.ranks import Ranks as RankGroup
 from drumline.checkpoint.remote import Store
@@ -192,6 +193,7 @@ class Start:
     path: Path | None
     skipped: list[dict[str, str]]
     checkpoint_keys: frozenset[str]  # names of the models' tensors that are in it, without their section
+    rated_by: dict[str, str] = field(default_factory=dict)  # of the plan: metric and mode of `eval`
 
     @classmethod
     def find(cls, plan: Plan, resume: str, memory: Memory | None = None) -> Start:
@@ -211,8 +213,12 @@ class Start:
             path = fetch(resume, Path(plan.run_dir) / FETCHED)
         else:
             check(Path(resume), verify)
+            own = Path(resume).resolve().parent == (Path(plan.run_dir) / "checkpoints").resolve()
+            if own and plan.saves and not plan.config.checkpoint.apart:  # a restart, or a spike, goes back to it, and not beyond
+                RankGroup.all(error_type=CheckpointError).first(partial(make_newest, Path(resume)))
         names = read_manifest(path).tensors if path else ()
-        return cls(path, skipped, frozenset(re.sub(MODEL, "", name) for name in names if re.search(MODEL, name)))
+        keys = frozenset(re.sub(MODEL, "", name) for name in names if re.search(MODEL, name))
+        return cls(path, skipped, keys, {"metric": plan.config.eval.metric, "mode": plan.config.eval.mode})
 
     def restore(self, engine: Engine, emit: Emit, began: float) -> TrainState:
         """Fill the engine; the event has the seconds since `began` (unix). Collective."""
@@ -226,6 +232,9 @@ class Start:
             )
             saved = read_state(self.path)
             state = TrainState(**saved["trainer"])
+            before = saved["config"].get("eval", {})
+            if any(before.get(key, value) != value for key, value in self.rated_by.items()):
+                state.best, state.mark, state.stale = None, None, 0  # measured by another metric
             engine.load_state({**saved["engine"], "step": state.step}, tensors)
             if state.step < 0 or state.position < 0:
                 raise CheckpointError(f"state.json says step {state.step}, position {state.position}", where=str(self.path))

@@ -17,7 +17,7 @@ from drumline.core.signals import StopFlag
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import seed_step
-from drumline.errors import TrainingStopped
+from drumline.errors import ConfigError, TrainingStopped
 from drumline.models.router import router_metrics
 from drumline.parallel.engine import Engine
 from drumline.telemetry.devices import Meter
@@ -108,13 +108,25 @@ class Loop:
                 self._go_back(back)
         self.profile.after(self.state.step, last=True)
         if not config.eval.steps or (self.state.step % config.eval.steps and self.state.evaluated != self.state.step):
-            self.evaluate()
+            self._evaluate_last()
         self._save_last()
         self.measure.finish(self.state.step)
         if self.meter is not None:
             _, devices = self.gather({}, *self.meter.values(now=True))
             if (read := self.meter.event(self.state.step, devices, now=True)) is not None:
                 self.emit(read)
+
+    def _evaluate_last(self) -> None:
+        """Where it may fail, the weights are saved before; where it finds them the best, they are saved with what it measured."""
+        if self.tasks is not None:
+            self._save_last()
+        try:
+            better = self.evaluate()
+        except ConfigError:  # no such metric: on all ranks
+            self._save_last()
+            raise
+        if better and self.plan.config.checkpoint.keep_best and self.saver.saved_step == self.state.step:
+            self.save()
 
     def _steps(self) -> None:
         """To the end of the stream."""

@@ -133,7 +133,8 @@ class Replanner:
         old, taken = self.plan, advice.nearest
         # The batch stays as it was set: a resumed run is compared with it, and micro-batches do not change its numbers.
         plan = self._resolved(taken)
-        self.plan = plan.model_copy(update={"config": plan.config.model_copy(update={"batch": self.batch})})
+        same = {"lr": old.lr, "warmup_steps": old.warmup_steps, "steps": old.steps}  # a mix with fewer data ranks scales no rate
+        self.plan = plan.model_copy(update={**same, "config": plan.config.model_copy(update={"batch": self.batch})})
         self.micro = plan.batch.micro_batch
         kept = self._save()
         event = Replan(

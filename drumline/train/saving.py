@@ -45,6 +45,7 @@ class Saver:
     memory: Memory | None = None
     failed: int = 0  # in a row
     memory_failed: bool = False  # it is reported once
+    metric: float | None = None  # with which the last checkpoint was saved
     retry_at: float = math.inf  # the step from which on a failed save is tried again; all ranks come to the same
 
     def save(self, metric: float | None) -> None:
@@ -52,7 +53,7 @@ class Saver:
         alive()
         self.report(self.checkpointer.wait())
         self.checkpointer.save(self.state.step, self.engine.tensors(), self._dump(), metric)
-        self.saved_step = self.state.step
+        self.saved_step, self.metric = self.state.step, metric
 
     def keep_in_memory(self) -> None:
         """Keep the state in the memory of hosts. Collective."""
@@ -69,14 +70,16 @@ class Saver:
         if self.memory is not None:
             self.memory.wait()
 
-    def save_last(self, metric: float | None) -> None:
-        """Leave the run with these very weights on disk. A save that fails in a way that may pass is tried again: for
-        `checkpoint.wait_seconds`, and after a stop signal for half of `launch.grace_seconds`; the other half is for another disk.
-        Collective. Raises NotSaved."""
+    def save_last(self, metric: float | None, rates: bool = False) -> None:
+        """Leave the run with these very weights on disk; where `rates`, once more if their metric is only known now. A save that fails in
+        a way that may pass is tried again: for `checkpoint.wait_seconds`, and after a stop signal for half of `launch.grace_seconds`; the
+        other half is for another disk. Collective. Raises NotSaved."""
         # Waiting first: only then do all ranks know the same of the save in flight, and decide alike.
         self.report(self.checkpointer.wait())
         began, limit, hurried = 0.0, self.plan.config.checkpoint.wait_seconds, False
         self.failed = 0
+        if rates and metric is not None and self.metric is None:
+            self.saved_step = -1
         while self.saved_step != self.state.step:
             self.save(metric)
             results = self.checkpointer.wait()

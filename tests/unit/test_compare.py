@@ -8,6 +8,8 @@ import pytest
 
 from drumline.errors import UserError
 from drumline.report.compare import compare, judge, sides, welch
+from drumline.report.curves import groups
+from drumline.report.facts import RunFacts
 from tests.unit.report_runs import write_run
 
 
@@ -34,6 +36,15 @@ def test_seeds_are_sides_and_the_better_one_is_named(
     assert "optimizer.lr" in shown and "n = 3 and 3" in shown and "run.seed" not in shown and max(map(len, shown.splitlines())) <= 80
     compare([a[0], b[0]])
     assert "no test is possible" in capsys.readouterr().out
+
+
+def test_repeats_of_a_seed_are_one_value(tmp_path: Path) -> None:
+    a = [write_run(tmp_path / f"a/{number}", seed=0, shift=number / 1e4) for number in range(2)]
+    b = [write_run(tmp_path / f"b/{number}", seed=0, lr=2e-3, shift=number / 1e4 - 0.5) for number in range(2)]
+    one, other = sides([*a, *b])
+    verdicts, _ = judge(one, other)
+    assert len(one) == 2 and all(each.p is None for each in verdicts), "no test of one seed"
+    assert groups(one) == [[0], [1]] and groups([*one, RunFacts(write_run(tmp_path / "c", seed=1))]) == [[0, 2], [1]]
 
 
 def test_runs_without_steps_and_wrong_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

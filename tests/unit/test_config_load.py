@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from drumline.core.config import Config
-from drumline.core.load import load, load_text, refused, schema, to_yaml
+from drumline.core.load import load, load_text, override, refused, schema, to_yaml
 from drumline.core.mistakes import SYNONYMS, field_at, kinds_at
 from drumline.core.model import ModelConfig
+from drumline.core.yaml_lines import read_yaml
 from drumline.errors import ConfigError
 from tests.strategies import DDPStrategy
 
@@ -238,3 +239,8 @@ def test_an_override_goes_into_a_short_form(tmp_path: Path) -> None:
     assert (config.model.id, config.model.revision, config.data.max_length) == ("foo", "v2", 64) and source.model_dump()[
         "path"
     ] == "x.jsonl"
+
+
+@pytest.mark.parametrize("path", ["runs/a b #2", "runs/a: b", "/x/@y", "a", "runs/plain-1.0", "1e5", 'q"uote/x', "null"])
+def test_a_path_in_an_override_is_read_as_it_is(path: str) -> None:
+    assert read_yaml(override("run.dir", path).partition("=")[2], "value")[0] == path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drumline.bench.verify import _distances, _portions, _rounded
+from drumline.bench.verify import _distances, _largest_difference, _portions, _rounded
 
 
 def run_of(key_share: float) -> list[tuple[str, float, float, float]]:
@@ -39,3 +39,13 @@ def test_the_keys_part_of_one_bias_is_found_by_its_entries() -> None:
 def test_a_weight_is_read_with_its_moments() -> None:
     shapes = {"model.a": [2**26], "model.b": [1], "optim.a.exp_avg_sq": [2**26], "optim.b.exp_avg_sq": [1]}
     assert list(_portions(shapes)) == [["model.a", "optim.a.exp_avg_sq"], ["model.b", "optim.b.exp_avg_sq"]]
+
+
+def test_what_is_not_finite_is_infinitely_apart() -> None:
+    """On disk a NaN is null, and infinity a text."""
+    nan = float("nan")
+    distances, _ = _distances([("model.b", nan, nan, nan), ("model.a", 0.0, 1.0, 1.0)])
+    assert max(distances.values()) == float("inf")
+    for value in (None, "inf", nan):
+        assert _largest_difference({1: value}, {1: 2.0}, 1e-6) == float("inf")  # type: ignore[dict-item]
+    assert _largest_difference({1: 2.0}, {1: 2.0}, 1e-6) == 0.0
