@@ -77,7 +77,7 @@ def look(folder: Path, apart: bool, beyond: int = 0) -> int:
     return newest(Memory(host(folder, apart), goes_on=True), beyond)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("trials", [2, pytest.param(40, marks=pytest.mark.full)])
 def test_no_kill_tears_a_state_in_memory(folder: Path, trials: int) -> None:
     draw = random.Random(0)
