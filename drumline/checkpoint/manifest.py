@@ -122,9 +122,9 @@ def sealed(record: Record) -> bytes:
 def make_newest(folder: Path) -> None:
     """Number a checkpoint as the last save among its neighbours: what was saved after it is a branch that the run has left. Raises
     CheckpointError."""
-    others = [entry for entry in folder.parent.iterdir() if step_of(entry.name) is not None and entry.name != folder.name]
+    neighbours = [entry for entry in folder.parent.iterdir() if step_of(entry.name) is not None and entry.name != folder.name]
     serials = [0]
-    for entry in others:
+    for entry in neighbours:
         with suppress(CheckpointError):
             serials.append(read_part(entry)[0].serial)
     manifest = read_manifest(folder)
