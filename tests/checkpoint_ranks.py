@@ -24,6 +24,7 @@ PRELOADED = ["torch", "torch.distributed.fsdp", "transformers.models.llama.model
 FORKS.set_forkserver_preload([*PRELOADED, "drumline.checkpoint.save", "drumline.checkpoint.load", "drumline.parallel.native", "s3fs"])
 
 LIFETIME = 120  # seconds after which a rank is killed whatever happens
+CUT_OFF = "Gloo connectFullMesh failed"
 PR_SET_PDEATHSIG = 1
 
 
@@ -64,7 +65,17 @@ def start(world: int, work: Callable[..., Any], *arguments: object) -> list[tupl
 
 
 def run(world: int, work: Callable[..., Any], *arguments: object, timeout: float = 60) -> list[Any]:
-    """Each rank's result, in order. Raises AssertionError with the rank's traceback, or when a rank takes longer than `timeout` seconds."""
+    """Each rank's result, in order. Raises AssertionError with the rank's traceback, or when a rank takes longer than `timeout` seconds.
+    Where gloo's own handshake was cut off, before any work began, the ranks are started once more."""
+    try:
+        return _run(world, work, *arguments, timeout=timeout)
+    except AssertionError as error:
+        if CUT_OFF not in str(error):
+            raise
+    return _run(world, work, *arguments, timeout=timeout)
+
+
+def _run(world: int, work: Callable[..., Any], *arguments: object, timeout: float) -> list[Any]:
     started = start(world, work, *arguments)
     try:
         results = []
