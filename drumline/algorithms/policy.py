@@ -43,9 +43,9 @@ def divergence(log_probs: torch.Tensor, reference: torch.Tensor, estimator: Lite
 class KLController:
     """The weight of the divergence: fixed where `target` is None, else steered to it (Ziegler et al. 2019, section 2.2):
 
-        e = clip(KL / target − 1, ±0.2);  coefficient ← coefficient · (1 + e · episodes / horizon)
+        e = clip(KL / target − 1, ±0.2);  coefficient ← coefficient · (1 + e · min(1, episodes / horizon))
 
-    Departs from the paper in that KL and target are per token, not per completion.
+    Departs from the paper in that KL and target are per token, not per completion, and in the min.
     """
 
     coefficient: float
@@ -56,7 +56,7 @@ class KLController:
         """After a rollout of `episodes`, whose tokens diverge by `kl` (nats) on average."""
         if self.target is not None:
             error = min(max(kl / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
-            self.coefficient *= 1 + error * episodes / self.horizon
+            self.coefficient *= 1 + error * min(1.0, episodes / self.horizon)  # of more episodes it would change its sign
 
 
 class PolicyGradient(Algorithm):

@@ -58,8 +58,8 @@ NUMBER = Short(_as_text, {"type": "integer", "examples": [4090]})
 class ClusterConfig(Section):
     """The cluster to plan for: nodes × per_node devices. A string such as `8xh100-80g` or `4x8xa100-80g` is short for it."""
 
-    devices: dict[str, DeviceConfig] = Field(default_factory=dict, description="More devices, by name.")
     links: dict[str, LinkConfig] = Field(default_factory=dict, description="More links, by name.")
+    devices: dict[str, DeviceConfig] = Field(default_factory=dict, description="More devices, by name.")
     device: Annotated[str | None, NUMBER] = Field(
         None,
         description="A device of the catalog (`drumline plan --devices`) or of `devices`, or cpu; null: the device of this machine.",
@@ -94,10 +94,11 @@ class ClusterConfig(Section):
 
     @field_validator("devices")
     @classmethod
-    def _host_links(cls, devices: dict[str, DeviceConfig]) -> dict[str, DeviceConfig]:
+    def _host_links(cls, devices: dict[str, DeviceConfig], info: ValidationInfo) -> dict[str, DeviceConfig]:
+        own = info.data.get("links", {})
         for name, device in devices.items():
-            if catalog.link(device.host_link) is None:
-                raise ValueError(f"{name}: host_link {_no_link(device.host_link, [])}")
+            if device.host_link not in own and catalog.link(device.host_link) is None:
+                raise ValueError(f"{name}: host_link {_no_link(device.host_link, list(own))}")
         return devices
 
     @field_validator("device")

@@ -200,8 +200,10 @@ class Early(ForkProcess):
             message = json.loads(pipe.readline() or sys.exit())  # no more: a later fork has the other end, too
         for stream, path in enumerate(message["streams"]):
             file = os.open(path, os.O_RDONLY if stream == 0 else os.O_WRONLY | os.O_APPEND)
-            os.dup2(file, stream)
-            os.close(file)
+            if file != stream:  # it is where this process began without the stream
+                os.dup2(file, stream)
+                os.close(file)
+            os.set_inheritable(stream, True)
         sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode, buffering=1) for number, mode in enumerate("rww"))
         faulthandler.enable()
         os.environ.clear()

@@ -93,7 +93,9 @@ class _Generator(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="Sample from the likeliest tokens that hold this much probability.")
     top_k: Amount = Field(0, description="Sample from this many likeliest tokens; 0: all, 1: the likeliest (greedy).")
     max_new_tokens: int = Field(64, gt=0, le=10**7, description="A completion is cut after this many tokens.")
-    stop: tuple[str, ...] = Field((), description="Texts that end a completion, besides the end-of-sequence token.")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="Texts that end a completion, besides the end-of-sequence token."
+    )
 
 
 class HFGenerator(_Generator):
@@ -154,6 +156,12 @@ class KLConfig(Section):
         description="k1: log π/π_ref; k2: half its square; k3: π_ref/π − 1 − log π_ref/π (Schulman 2020), unbiased and never negative.",
     )
     reference_model: Model | None = Field(None, description="Another reference than the model that training starts from.")
+
+    @model_validator(mode="after")
+    def _steers_something(self) -> KLConfig:
+        if self.target is not None and not self.coefficient:
+            raise ValueError("target steers the coefficient, which 0 leaves at 0: set coefficient, such as 0.05")
+        return self
 
 
 class CurriculumConfig(Section):

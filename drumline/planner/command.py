@@ -82,7 +82,7 @@ def plan(options: Options) -> int:
     elif hosts is not None:
         table.report_what_if(question, hosts, console, options.tokens, options.as_json)
     elif options.flags.mtbf_hours is not None:
-        report_faults(search(question), console, options.tokens, options.as_json)
+        report_faults(heuristic_first(search(question))[0], console, options.tokens, options.as_json)
     else:
         if options.probe is not None:
             require_here(question.cluster)
@@ -121,6 +121,8 @@ def _without_adapter(loaded: Loaded, question: Question) -> Question:
 
 def _answer(answer: Answer, plain: Callable[[], Question], loaded: Loaded, options: Options, console: Console, aside: Console) -> None:
     """Show an answer as the options request it."""
+    changes = () if answer.ranked else nothing_fits(answer)
+    answer, line = heuristic_first(answer)
     if options.figure is not None:
         from drumline.planner.report.picture import draw
 
@@ -132,8 +134,6 @@ def _answer(answer: Answer, plain: Callable[[], Question], loaded: Loaded, optio
         else:
             console.print(explain(answer, options.explain, options.tokens), markup=False, soft_wrap=True)
         return
-    changes = () if answer.ranked else nothing_fits(answer)
-    answer, line = heuristic_first(answer)
     adapted = by_adapter(answer, plain())
     if options.as_json:
         print(json.dumps(as_json(answer, options.tokens, changes, adapted), indent=2))

@@ -14,6 +14,7 @@ from drumline.planner.report.explanation import explain
 from drumline.planner.report.output import full_config
 from drumline.planner.search.advice import nothing_fits, refusal
 from drumline.planner.search.answer import Answer, Candidate, Refused
+from drumline.planner.search.auto import heuristic_first
 from drumline.planner.search.search import search
 from drumline.report.bars import aside
 
@@ -90,7 +91,7 @@ def plan(
     loaded = load_with_flags(config, overrides_of(overrides), flags)
     with aside(display) as on_progress:
         found = ask(loaded, on_progress)
-    answer = search(found.question)
+    answer, _ = heuristic_first(search(found.question))
     ranked = ((c, c.estimate) for c in answer.ranked)
     plans = tuple(RankedPlan(c.name, e.verdict, e.memory.reserved, e.seconds.total, e.tokens_per_s, c, answer) for c, e in ranked)
     return Plans(plans, answer.refused, found.notes, answer)

@@ -108,12 +108,14 @@ class Rollouts:
     def __post_init__(self) -> None:
         self.seconds: dict[str, float] = {}  # of the rollout so far, by what they were spent on
         self.failed = 0  # rollouts in a row, by `reward_failure`
+        self._trained: Callable[[], None] | None = None
 
     def stream(self, step: int, position: int, state: Mapping[str, Any]) -> Iterator[GlobalBatch]:
         """Batches of the steps after `step`, to the end of the run. `position`: prompts drawn so far; `state`: a checkpointable batch's."""
         if state:
             self.curriculum.load(state["curriculum"])
-            self.kl.coefficient = state["kl"]
+            if self.kl.target is not None and self.kl.coefficient and state["kl"]:  # what is fixed is the config's
+                self.kl.coefficient = state["kl"]
         assert self.plan.steps is not None
         drawn = Drawn.load(state["ahead"]) if state.get("ahead") else None
         while step < self.plan.steps:
@@ -128,10 +130,20 @@ class Rollouts:
             with self._spend("infer"):
                 episodes, metrics = self._learnable(sampled)
             began = time.time()
+            self._trained = partial(self._report_trained, began, following, sampled, position - begins, metrics)
             yield from self._batches(episodes, sampled, step, position, drawn)
-            self.seconds["train"] = time.time() - began
+            self.report()
             step = following
-            self._report(step, sampled, position - begins, metrics)
+
+    def report(self) -> None:
+        """Report the rollout whose last step is done, once: here, or where the loop leaves. Collective."""
+        trained, self._trained = self._trained, None
+        if trained is not None:
+            trained()
+
+    def _report_trained(self, began: float, step: int, sampled: Sampled, drawn: int, metrics: dict[str, float]) -> None:
+        self.seconds["train"] = time.time() - began
+        self._report(step, sampled, drawn, metrics)
 
     @property
     def _wanted(self) -> int:

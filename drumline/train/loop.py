@@ -136,6 +136,7 @@ class Loop:
             if self.rollouts is not None and self.checkpointable:
                 self._stop_if_requested()  # before a rollout, which takes long, and not after it
             if self.stale:
+                self._report_rollout()
                 break
             drawn = time.time()
             heartbeat.step(self.state.step, self.state.position, free=self.measure.traffic.due(self.state.step))
@@ -351,8 +352,15 @@ class Loop:
 
     def _leave_if_requested(self) -> None:
         if self.stop and self.checkpointable:
+            self._report_rollout()
             self._save_last()
             self.saver.leave(self.stop)
+
+    def _report_rollout(self) -> None:
+        """The next start begins with another rollout, and nobody would report this one."""
+        if self.rollouts is not None:
+            self._land()
+            self.rollouts.report()
 
     def _save_last(self) -> None:
         self._land()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -146,6 +147,23 @@ def test_no_job_outside_of_slurm_and_none_in_an_array(tmp_path: Path, monkeypatc
         queue.submit(launch(), path, None)
     with Lease(tmp_path / "run"):  # it is not held
         pass
+
+
+def test_variables_of_sbatch_do_not_overrule_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.faults.test_launch import toy
+
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f"#!/bin/sh\nenv | grep ^SBATCH > {tmp_path}/given\necho 7\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name in ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_SIGNAL", "SBATCH_WAIT", "SBATCH_RESERVATION"):
+        monkeypatch.setenv(name, "other")
+    assert queue.submit(launch(account="mine"), toy(tmp_path / "run", "steps", kind="slurm"), None) == "7"
+    given = (tmp_path / "given").read_text().splitlines()
+    assert sorted(given) == ["SBATCH_PARTITION=other", "SBATCH_RESERVATION=other"], "nothing was said of the partition"
+    assert "SBATCH_ACCOUNT, SBATCH_SIGNAL would overrule the launch section" in capsys.readouterr().err
 
 
 def test_without_slurm_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

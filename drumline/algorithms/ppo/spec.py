@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from drumline.algorithms.specs import PromptSpec
 from drumline.core.algorithm import AuxiliaryModel
@@ -36,6 +36,13 @@ class PPOConfig(PromptSpec):
     kl: KLConfig = Field(
         default_factory=lambda: KLConfig(coefficient=0.05, estimator="k1"), description="Divergence from a reference model, as a cost."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rest_of_kl(cls, values: Any) -> Any:
+        """A part of the section leaves the rest as PPO has it."""
+        kl = values.get("kl") if isinstance(values, dict) else None
+        return {**values, "kl": {"coefficient": 0.05, "estimator": "k1", **kl}} if isinstance(kl, dict) else values
 
     @property
     def head(self) -> Head:

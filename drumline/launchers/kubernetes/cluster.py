@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from drumline.core.redact import redact
 from drumline.errors import EnvironmentFault
+from drumline.foreign import first_line
 from drumline.launchers.kubernetes.manifest import APIS, CONTAINER, missing
 
 if TYPE_CHECKING:
@@ -53,6 +56,9 @@ class Cluster:
             raise missing() from None
         try:
             return cls(config.new_client_from_config(os.environ.get("KUBECONFIG"), launch.context), launch)
+        except (OSError, yaml.YAMLError) as error:
+            fix = "set KUBECONFIG to a file that you may read"
+            raise EnvironmentFault(f"the kubeconfig cannot be read: {first_line(error)}", where="launch.context", fix=fix) from None
         except config.ConfigException as error:
             try:
                 inside = client.Configuration()

@@ -33,6 +33,7 @@ class Node:
     """In an actor: the agent of its node, which dies with it."""
 
     agent: Helper | None = None
+    failed: str | None = None
 
     def where(self) -> dict[str, str]:
         import ray
@@ -42,12 +43,17 @@ class Node:
 
     def start(self, settings: Message, workdir: str) -> None:
         self.close(0.0)
-        self.agent = Helper([sys.executable, *tied(AGENT)], workdir, lambda line: print(redact(line), file=sys.stderr))
+        self.agent = self.failed = None
+        try:
+            self.agent = Helper([sys.executable, *tied(AGENT)], workdir, lambda line: print(redact(line), file=sys.stderr))
+        except OSError as error:
+            self.failed = f"its agent cannot start in {workdir}: {error.strerror} (launch.workdir)"
+            return
         self.agent.tell(json.dumps(settings))
 
     def ended(self) -> str | None:
         if self.agent is None or self.agent.poll() is None:
-            return None
+            return self.failed
         return self.agent.last() or f"its agent ended with {self.agent.returncode}"
 
     def close(self, seconds: float = LEAVE_SECONDS) -> None:

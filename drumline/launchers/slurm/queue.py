@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +25,23 @@ if TYPE_CHECKING:
 JOB, END = "job.json", "job-end.json"  # in the run folder: the job that was submitted last; how it ended, by itself
 LOOK_SECONDS, QUEUE_SECONDS = 0.5, 10.0  # between two looks into the run folder, and two questions to Slurm
 ANSWER_SECONDS = 60.0
+# Variables of sbatch, and the options of the script that they overrule.
+VARIABLES = {
+    "SBATCH_JOB_NAME": "job-name", "SBATCH_PARTITION": "partition", "SBATCH_ACCOUNT": "account", "SBATCH_QOS": "qos",
+    "SBATCH_TIMELIMIT": "time", "SBATCH_GPUS_PER_NODE": "gpus-per-node", "SBATCH_GRES": "gres", "SBATCH_CONSTRAINT": "constraint",
+    "SBATCH_OUTPUT": "output", "SBATCH_OPEN_MODE": "open-mode", "SBATCH_SIGNAL": "signal", "SBATCH_REQUEUE": "no-requeue",
+    "SBATCH_NO_REQUEUE": "requeue",
+}  # fmt: skip
 WAITS = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 THERE = {*WAITS, "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"}
 
 
-def ask(*command: str) -> str:
-    """What a program of Slurm answers. Raises EnvironmentFault."""
-    fix = "is this a login host of the cluster, and does Slurm run?"
+def ask(*command: str, without: Sequence[str] = (), fix: str = "is this a login host of the cluster, and does Slurm run?") -> str:
+    """What a program of Slurm answers; `without` these environment variables. Raises EnvironmentFault."""
     try:
-        code, out, err = run_command(command, seconds=ANSWER_SECONDS)
+        code, out, err = run_command(
+            [*(["env", *(f"--unset={name}" for name in without)] if without else []), *command], seconds=ANSWER_SECONDS
+        )
     except OSError as error:
         raise EnvironmentFault(f"{command[0]} gives no answer: {first_line(error)}", where="launch", fix=fix) from None
     if code is None:
@@ -51,8 +60,14 @@ def submit(options: SlurmLauncher, plan_path: Path, resume: str | None) -> str:
     run_dir = plan_path.parent
     (run_dir / "logs").mkdir(exist_ok=True)
     (run_dir / END).unlink(missing_ok=True)
-    write_whole(run_dir / SCRIPT, script(options, plan_path, resume))
-    job = ask("sbatch", "--parsable", str(run_dir / SCRIPT)).partition(";")[0]
+    text = script(options, plan_path, resume)
+    write_whole(run_dir / SCRIPT, text)
+    # sbatch takes a variable before what stands in the script.
+    hidden = [name for name, option in VARIABLES.items() if name in os.environ and f"#SBATCH --{option}" in text]
+    if hidden:
+        print(f"note: {', '.join(hidden)} would overrule the launch section, and sbatch does not get it", file=sys.stderr)
+    looks = "the job may be in the queue all the same: look at `squeue --me` before you submit it again"
+    job = ask("sbatch", "--parsable", str(run_dir / SCRIPT), without=[*hidden, "SBATCH_WAIT"], fix=looks).partition(";")[0]
     write_whole(run_dir / JOB, json.dumps({"job": job}))
     print(f"job {job}: {run_dir / SCRIPT} — drumline follow {run_dir} shows it, drumline stop {run_dir} stops it", file=sys.stderr)
     return job

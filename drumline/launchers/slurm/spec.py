@@ -36,12 +36,13 @@ OWN = {
     "ntasks-per-node": "set launch.nproc",
     "ntasks": "set launch.nodes and launch.nproc",
     "wrap": "the script is Drumline's",
+    "wait": "`drumline train` follows the job; --detach does not",
     **{name: f"set launch.{name}" for name in ("nodes", "partition", "account", "qos", "time", "gres", "constraint")},
     "gpus-per-node": "set launch.gpus",
     "cpus-per-task": "set launch.cpus",
 }
 SHORT = {"a": "array", "o": "output", "n": "ntasks", "N": "nodes", "p": "partition", "A": "account", "q": "qos", "t": "time",
-         "C": "constraint", "c": "cpus-per-task"}  # fmt: skip
+         "C": "constraint", "c": "cpus-per-task", "W": "wait"}  # fmt: skip
 
 
 def _one_line(text: str) -> str:

@@ -168,7 +168,10 @@ def make_elastic(spec: SSHLauncher, plan: Plan, plan_path: Path, hosts: ElasticH
 def _addresses(spec: SSHLauncher, place: str) -> list[str]:
     """Of the host that ssh means by a name; none where it goes by another host. Raises EnvironmentFault for a name without an address."""
     name = place.replace("[", "").replace("]", "")
-    code, out, err = run_command(["ssh", "-G", *spec.options, name])
+    try:
+        code, out, err = run_command(["ssh", "-G", *spec.options, name])
+    except OSError as error:
+        raise EnvironmentFault(f"ssh cannot start: {error.strerror}", where="launch", fix="install ssh") from None
     if code:
         what = (err.strip().splitlines() or ["ssh -G failed"])[-1]
         raise EnvironmentFault(what, where="launch.options", fix="mend the arguments of ssh")

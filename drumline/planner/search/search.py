@@ -245,4 +245,6 @@ def _machine(cluster: Cluster) -> Machine:
     """A host of the cluster, as `detect` would describe it."""
     device = cluster.device
     devices = [Device(device.name, device.memory_bytes)] * cluster.per_node if device.kind == "cuda" else []
-    return Machine(devices, cores=1, memory_bytes=cluster.host_memory_bytes or 0, device=device.kind, bf16="bf16" in device.flops)
+    memory, bf16 = cluster.host_memory_bytes or 0, "bf16" in device.flops
+    # Whether a Mac's GPU is there is known where the run is set up.
+    return Machine(devices, cores=1, memory_bytes=memory, device=device.kind, bf16=bf16, mps=device.kind == "cpu")
