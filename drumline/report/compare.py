@@ -72,8 +72,8 @@ def compare(folders: list[Path]) -> None:
         (each.name, *map(_mean, each.values), _change(each), "" if each.p is None else f"{each.p:.2g}", each.winner) for each in verdicts
     ]
     console.print(_table(["curve", "A", "B", "B − A", "p", "better"], rows))
-    seeds = (len(_by_seed(side, [0.0] * len(side))) for side in (a, b))
-    console.print(_method(*seeds, len(verdicts)))
+    seeds = [len(_by_seed(side, [0.0] * len(side))) for side in (a, b)]
+    console.print(_method(seeds[0], seeds[1], len(verdicts)))
 
 
 def sides(folders: list[Path]) -> tuple[list[RunFacts], list[RunFacts]]:
