@@ -332,7 +332,7 @@ def saved_config(values: Any, now: Config, allow: tuple[str, ...], where: str) -
     try:
         return now if "all" in allow else Config.model_validate(mixed)
     except (ValidationError, ConfigError) as error:
-        first = first_mistake(error, lambda place: ".".join(map(str, place))) if isinstance(error, ValidationError) else error
+        first = first_mistake(error) if isinstance(error, ValidationError) else error
         fix = "install or put back what it names, or accept another with --allow SECTION"
         raise CheckpointError(f"its config cannot be read: {first.where}: {first.what}", where=where, fix=fix) from None
 

@@ -44,7 +44,12 @@ TYPE = re.compile(r"(constrained-)?(str|int|float|bool|none)|[\w-]+\[.*\]")  # h
 Where = Callable[[Place], str]  # how an error line names the place that a value came from
 
 
-def first_mistake(error: ValidationError, where: Where) -> ConfigError:
+def dotted(place: Place) -> str:
+    """A place that has no line: its keys."""
+    return ".".join(map(str, place))
+
+
+def first_mistake(error: ValidationError, where: Where = dotted) -> ConfigError:
     """The first mistake as one line; how many more there are stands behind it."""
     details = error.errors(include_url=False)
     # Unknown keys go first: a misspelt key also makes the right one look as if it were missing.

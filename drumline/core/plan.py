@@ -318,7 +318,7 @@ class Plan(Layout):
         try:
             return cls.of(read_object(path, CheckpointError, "name a run folder"), trusted)
         except ValidationError as error:
-            first, fix = first_mistake(error, lambda place: ".".join(map(str, place))), "use the version that wrote it, or train again"
+            first, fix = first_mistake(error), "use the version that wrote it, or train again"
             what = f"{path.name} is not one of this version: {first.where}: {first.what}"
             raise CheckpointError(what, where=str(path.parent), fix=fix) from None
 

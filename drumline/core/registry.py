@@ -286,13 +286,12 @@ def _module(name: str, base_dir: Path, where: str) -> ModuleType:
 
 
 def imported(load: Callable[[], Any], name: str, where: str, doing: str = "importing") -> Any:
-    """What a plug-in's module gives. Raises ConfigError for whatever the module raises, but our own errors of
-    code that is run."""
+    """What a plug-in's module gives. Raises ConfigError for whatever the module raises; an error of ours from code that is run stays."""
     try:
         return load()
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # whatever a stranger's module raises
         if isinstance(error, DrumlineError) and doing != "importing":
-            raise  # whatever a stranger's module raises
+            raise
         raise ConfigError(f"{doing} {name} raised {class_and_line(error)}: {error}", where=where) from error
 
 

@@ -134,8 +134,10 @@ class Stage:
         else:
             pieces = (at + np.flatnonzero(self.role[at : at + BLOCK_ROWS] == role) for at in range(0, self.rows, BLOCK_ROWS))
         for piece in pieces:
-            if not grouped or not len(piece):
-                yield from [(0, piece)] * bool(len(piece))
+            if not len(piece):
+                continue
+            if not grouped:
+                yield 0, piece
                 continue
             sources = self.records(piece)["source"]
             cuts = np.flatnonzero(np.diff(sources)) + 1

@@ -107,6 +107,15 @@ def loss_of(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
     return (model(inputs) - targets).square().sum(), len(inputs)
 
 
+def stepped(s: Any) -> Any:
+    """The model of a session that has done one step with it."""
+    model, _ = s.prepare(build, sgd)
+    for batch in s.batches(ROWS, collate, steps=1):
+        s.backward(*loss_of(model, batch))
+        s.step()
+    return model
+
+
 def test_one_denominator(tmp_path: Path) -> None:
     """Weights that differ by micro-batch: the step is that of Σ loss / Σ weight."""
     weights = [torch.tensor(3.0), 0.5]
@@ -132,10 +141,7 @@ def test_one_denominator(tmp_path: Path) -> None:
 
 def test_evaluate_is_a_mean_over_all_and_chooses_the_best(tmp_path: Path) -> None:
     with session(tmp_path) as s:
-        model, _ = s.prepare(build, sgd)
-        for batch in s.batches(ROWS, collate, steps=1):
-            s.backward(*loss_of(model, batch))
-            s.step()
+        model = stepped(s)
         found = s.evaluate(ROWS[:7], collate, lambda batch: (*loss_of(model, batch), {"ones": torch.ones(len(batch[0])).sum()}))
         with torch.no_grad():
             total, samples = loss_of(model.module, collate(ROWS[:7]))
@@ -267,10 +273,7 @@ def test_a_step_is_read_when_the_next_is_under_way(tmp_path: Path, monkeypatch: 
 
 def test_the_last_save_waits_for_room(tmp_path: Path) -> None:
     with session(tmp_path, asynchronous=False) as s:
-        model, _ = s.prepare(build, sgd)
-        for batch in s.batches(ROWS, collate, steps=1):
-            s.backward(*loss_of(model, batch))
-            s.step()
+        stepped(s)
         lacks = iter(["no space"])
         s.saver.checkpointer._lacking = lambda _: next(lacks, None)
     saves = events(tmp_path / "run", "save")

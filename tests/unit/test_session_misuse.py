@@ -10,7 +10,7 @@ import torch
 
 from drumline.errors import DataError, UserError
 from tests.harness import events
-from tests.unit.test_session import ROWS, build, collate, loss_of, session, sgd
+from tests.unit.test_session import ROWS, build, collate, loss_of, session, sgd, stepped
 
 
 class Unending(torch.utils.data.IterableDataset[int]):
@@ -44,11 +44,8 @@ def test_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_a_name_of_the_user_s_takes_no_field_s_place(tmp_path: Path) -> None:
     with session(tmp_path) as s:
-        model, _ = s.prepare(build, sgd)
-        for batch in s.batches(ROWS, collate, steps=1):
-            s.backward(*loss_of(model, batch))
-            s.step()
-            s.log(kind=1, step=77, margin=0.5)
+        stepped(s)
+        s.log(kind=1, step=77, margin=0.5)
     (step,) = events(tmp_path / "run", "step")
     assert (step["step"], step["margin"], step["tokens"]) == (1, 0.5, 4)
 
@@ -68,10 +65,7 @@ def test_what_gives_no_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at_the_end", [False, True])
 def test_a_state_that_json_does_not_have(tmp_path: Path, at_the_end: bool, capsys: pytest.CaptureFixture[str]) -> None:
     with session(tmp_path) as s:
-        model, _ = s.prepare(build, sgd)
-        for batch in s.batches(ROWS, collate, steps=1):
-            s.backward(*loss_of(model, batch))
-            s.step()
+        stepped(s)
         s.state.update(best=torch.ones(()), seen=3)
         if not at_the_end:
             with pytest.raises(UserError, match=r"s\.state\['best'\] is a Tensor"):

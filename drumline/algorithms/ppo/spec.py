@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from drumline.core.config import Config
 
 
+KL: dict[str, Any] = {"coefficient": 0.05, "estimator": "k1"}  # in the place of KLConfig's own defaults
+
+
 class PPOConfig(PromptSpec):
     """Proximal policy optimisation with a learned value (Schulman et al. 2017; on language models Ziegler et al. 2019)."""
 
@@ -33,16 +36,14 @@ class PPOConfig(PromptSpec):
     value_lr: float | None = Field(None, gt=0, le=1000, description="separate: its peak learning rate; null: the policy's.")
     whiten: bool = Field(True, description="Advantages to mean 0, variance 1 over all tokens of the rollout, on all ranks.")
     entropy_weight: Weight = Field(0.0, description="Weight of the entropy bonus.")
-    kl: KLConfig = Field(
-        default_factory=lambda: KLConfig(coefficient=0.05, estimator="k1"), description="Divergence from a reference model, as a cost."
-    )
+    kl: KLConfig = Field(default_factory=lambda: KLConfig.model_validate(KL), description="Divergence from a reference model, as a cost.")
 
     @model_validator(mode="before")
     @classmethod
     def _rest_of_kl(cls, values: Any) -> Any:
         """A part of the section leaves the rest as PPO has it."""
         kl = values.get("kl") if isinstance(values, dict) else None
-        return {**values, "kl": {"coefficient": 0.05, "estimator": "k1", **kl}} if isinstance(kl, dict) else values
+        return {**values, "kl": {**KL, **kl}} if isinstance(kl, dict) else values
 
     @property
     def head(self) -> Head:
