@@ -27,7 +27,7 @@ def last_step(degrees: dict[str, int], devices: int) -> dict[str, float]:
         built.plan = built.plan.model_copy(update={"mesh": mesh, "predicted": predicted, "devices_per_rank": devices})
         built.gather = Gather(rank, dist.get_world_size(), "cpu", counts=mesh.counts(rank))
         built.save = lambda: None  # type: ignore[method-assign]
-        built._save_last = lambda: None  # type: ignore[method-assign]
+        built._save_last = lambda *_: None  # type: ignore[method-assign]
         built.run()
     return [event for event in said if event["kind"] == "step"][-1]
 

@@ -80,7 +80,7 @@ def counts(model: str, strategy: str, degrees: dict[str, int]) -> Counter[tuple[
         built.plan = built.plan.model_copy(update=how)
         built.engine = build_engine(built.plan, "cpu")
         built.gather = built.measure.gather = Gather(rank, ranks, "cpu")
-        built.save = built._save_last = lambda: None  # type: ignore[method-assign]
+        built.save = built._save_last = lambda *_: None  # type: ignore[method-assign]
         packs = [collate([[learned_segment(10), learned_segment(14)]], 0, 24)] * 2
         built.stream = [replace(batch, micro_batches=packs, of_all=(88.0, 96)) for batch in built.stream]
         for name in ("forward_backward", "grad_norm", "step"):
