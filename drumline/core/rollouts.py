@@ -161,6 +161,8 @@ class KLConfig(Section):
     def _steers_something(self) -> KLConfig:
         if self.target is not None and not self.coefficient:
             raise ValueError("target steers the coefficient, which 0 leaves at 0: set coefficient, such as 0.05")
+        if self.reference_model is not None and not self.coefficient:
+            raise ValueError("no reference_model is asked where coefficient is 0: set coefficient, such as 0.05, or take the model out")
         return self
 
 
@@ -176,6 +178,19 @@ class CurriculumConfig(Section):
     floor: float = Field(0.1, ge=0, le=1, description="success: the least part of the even share that a domain keeps.")
     memory: float = Field(0.9, ge=0, lt=1, description="success: weight of the old success rate when a rollout updates it.")
     solved: float = Field(0.5, ge=-MOST_SAMPLES, le=MOST_SAMPLES, description="success: an episode with this reward or more is solved.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_weights(cls, values: Any) -> Any:
+        return {"kind": "weights", **values} if isinstance(values, dict) and values.get("weights") else values
+
+    @model_validator(mode="after")
+    def _reads_its_keys(self) -> CurriculumConfig:
+        of_kind = {"weights": "weights", "floor": "success", "memory": "success", "solved": "success"}
+        for name, kind in of_kind.items():
+            if self.kind != kind and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is of kind {kind}, and kind is {self.kind}: take one of them out")
+        return self
 
 
 class RewardFailureConfig(Section):

@@ -21,12 +21,12 @@ from drumline.core.registry import imported
 from drumline.data.cache import VERSION, TokenCache, digest_of, read_info
 from drumline.data.files import no_reasoning_gym
 from drumline.data.places import hash_file, locate
-from drumline.data.sources import call_hub
+from drumline.data.sources import call_hub, domains
 from drumline.data.sql import content
 from drumline.errors import DataError, ModelError
 from drumline.foreign import first_line
 from drumline.hardware.detect import cache_dir
-from drumline.models.files import tokenizer_folder
+from drumline.models.files import tokenizer_folder, tokenizer_revision
 from drumline.models.templates import read_template
 from drumline.models.vision import Vision
 
@@ -52,6 +52,8 @@ def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: 
         "holdout": 0 if role == "eval" else data.holdout,
         **config.algorithm.cache_parts(),
     }
+    if config.algorithm.rollout is not None:  # prompts carry the name of their domain, which may be that of their file
+        parts["domains"] = [sorted(domains(source)) for source in sources]
     if role != "eval":
         names = ("where", "mixed", "duplicates", "decontaminate")
         held_out = [_source(source, base_dir) for source in data.eval if data.decontaminate]
@@ -105,7 +107,7 @@ def _tokenizer(config: Config, tokenizer_path: str, base_dir: Path) -> dict[str,
         from drumline.vendor.transformers import cached_file
 
         try:
-            found = cached_file(tokenizer_path, "tokenizer_config.json", revision=config.model.revision)
+            found = cached_file(tokenizer_path, "tokenizer_config.json", revision=tokenizer_revision(config.model))
         except OSError as error:
             raise ModelError(f"no tokenizer: {first_line(error)}", where=tokenizer_path) from error
         assert found is not None

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from drumline.core.data import PAIR_FORMS, TEXT_FORMS, Forms
+from drumline.data.questions import first, headed, question_of, system_of, with_context
 from drumline.data.rivals import rivals
 from drumline.data.turns import TURN, are_texts, calls_of, messages_of, read_talk, rounds_of, transcribed
 from drumline.errors import DataError
@@ -29,9 +30,7 @@ from drumline.errors import DataError
 Values = Mapping[str, Any]
 Found = tuple[dict[str, Any], set[str]]  # columns under our names, and the names of those that they were made of
 
-SYSTEMS = ("system", "system_prompt", "system_message")
 PROMPTS = ("prompt", "instruction", "question", "query", "problem", "inputs", "input", "message_1", "document", "article", "dialogue")
-CONTEXTS = ("input", "context")  # what an instruction is about
 # Solutions come before answers: where a row has both, the answer is the result alone.
 ANSWERS = (
     "completion", "output", "response", "solution", "generated_solution", "answer", "demonstration", "targets", "target", "message_2",
@@ -116,13 +115,13 @@ def _shaped(values: dict[str, Any], known: Forms, wanted: str, origin: str) -> t
     talks = {name: read_talk(name, values[name], origin) for name in (*SIDES, *TALKS) if name in values}
     # Of the row's own class: rows of a table are padded with null keys.
     plain = type(values)(values | {name: value for name, (_, value) in talks.items()})
-    if _wants(known) == "pair" and (question := _first(plain, PROMPTS)) and _repeats(plain, question):
+    if _wants(known) == "pair" and (question := first(plain, PROMPTS)) and _repeats(plain, question):
         del plain[question]
     if "messages" in plain and "functions" in plain and not plain.get("tools"):  # OpenAI's older name
         plain["tools"] = plain.pop("functions")
     there = {name: value for name, value in plain.items() if value is not None and value != "" and value != []}
     own = any(set(form) <= there.keys() for form in known if {"prompt", "messages", "label"} & set(form))
-    systems = _first(there, SYSTEMS) is not None and isinstance(there.get("prompt"), str | None)
+    systems = bool(headed(there.get("prompt"), there)[1])
     foreign = max((name for part, (name, _) in talks.items() if any(part in form for form in known)), default="")
     if wanted == "auto" and own and (not systems or _wants(known) == "class"):
         return foreign, _labelled(plain, known)
@@ -130,7 +129,7 @@ def _shaped(values: dict[str, Any], known: Forms, wanted: str, origin: str) -> t
         # A text beside a question and an answer is the whole row; beside an instruction it is Alpaca's, written out for a model. A passage
         # beside a question is not the whole row.
         whole = name == "answer" and "text" in there and not systems
-        partial = name == "document" and (_first(there, PROMPTS) or TEXTS[0]) not in TEXTS
+        partial = name == "document" and (first(there, PROMPTS) or TEXTS[0]) not in TEXTS
         if (wanted != "auto" or not (whole or partial)) and (found := FORMATS[name](there, _wants(known), origin)) is not None:
             made, used = found
             return name, _labelled(type(values)({key: value for key, value in plain.items() if key not in used} | made), known)
@@ -183,18 +182,8 @@ def _wants(known: Forms) -> str:
     return "text" if parts & {"completion", "text"} else "prompt"
 
 
-def _first(there: Values, names: tuple[str, ...], kinds: Any = str) -> str | None:
-    return next((name for name in names if isinstance(there.get(name), kinds)), None)
-
-
 def _sides(there: Values) -> tuple[str, str] | None:
     return next((pair for pair in PAIRS if pair[0] in there and pair[1] in there), None)
-
-
-def _system(there: Values) -> tuple[list[dict[str, Any]], set[str]]:
-    """The system's message in a column of its own, and that column."""
-    name = _first(there, SYSTEMS)
-    return ([], set()) if name is None else ([{"role": "system", "content": there[name].removeprefix("SYSTEM: ")}], {name})
 
 
 def _repeats(there: Values, question: str) -> bool:
@@ -227,12 +216,10 @@ def _completed(prompt: Any, there: Values, used: set[str], wants: str, answer: s
 
 def _alpaca(there: Values, wants: str, origin: str) -> Found | None:
     instruction = there.get("instruction")
-    if not isinstance(instruction, str) or wants == "class" or ((answer := _first(there, ANSWERS)) is None and wants in ("text", "label")):
+    if not isinstance(instruction, str) or wants == "class" or ((answer := first(there, ANSWERS)) is None and wants in ("text", "label")):
         return None
-    context = _first(there, CONTEXTS)
-    prompt_text = instruction if context is None else f"{instruction}\n{there[context]}"
-    messages, systems = _system(there)
-    used = ({"instruction", "history", *([context] if context else [])} & there.keys()) | systems
+    (prompt_text, used), (messages, systems) = with_context(there, "instruction"), system_of(there)
+    used |= ({"history"} & there.keys()) | systems
     if not messages and "history" not in used:
         return _completed(prompt_text, there, used, wants, answer)
     history = there.get("history", [])
@@ -253,13 +240,13 @@ def _alpaca(there: Values, wants: str, origin: str) -> Found | None:
 
 
 def _sharegpt(there: Values, wants: str, origin: str) -> Found | None:
-    name = _first(there, TALKS, list) or next((each for each in ("data", "turns") if are_texts(there.get(each))), None)
+    name = first(there, TALKS, list) or next((each for each in ("data", "turns") if are_texts(there.get(each))), None)
     name = name or ("texts" if rounds_of(there.get("texts")) else None)
     # Beside a prompt, or whole conversations, it is there for another algorithm.
     beside = {"pair": "prompt" in there or _is_whole(there.get("chosen")), "label": "completion" in there}.get(wants, False)
     if name is None or wants == "class" or beside:
         return None
-    systems, column = _system(there)
+    systems, column = system_of(there)
     messages, used = messages_of(there[name], origin), {name} | column
     if systems and messages[0]["role"] != "system":
         messages = [*systems, *messages]
@@ -278,7 +265,7 @@ def _verdict(there: Values, wants: str, origin: str) -> Found | None:
         return None
     laid, own = rivals(there) or ({}, set())
     there = {**there, **laid}
-    prompt = _first(there, (*PROMPTS, "history", "context"), str | list)
+    prompt = first(there, (*PROMPTS, "history", "context"), str | list)
     names = next((each for each in VERDICTS if set(each[:3]) <= there.keys()), None)
     whole = names is not None and all(isinstance(there[side], list) for side in names[:2])  # the prompt is in them
     if names is None or (prompt is None and not whole):
@@ -294,14 +281,15 @@ def _verdict(there: Values, wants: str, origin: str) -> Found | None:
         fix = f"write {marks[0]} or {marks[1]}, or tie"
         raise DataError(f"column {column!r} says {there[column]!r}, and names no better answer", where=origin, fix=fix)
     chosen, rejected = (one, other) if better == marks[0] else (other, one)
-    made = {"chosen": there[chosen], "rejected": there[rejected]}
+    made, used = {"chosen": there[chosen], "rejected": there[rejected]}, {one, other, column}
     if not whole:
-        made["prompt"] = there[prompt or ""]
-    return made, own or {prompt or "", one, other, column}
+        made["prompt"], more = question_of(there, prompt or "")
+        used |= more
+    return made, own or used
 
 
 def _ranked(there: Values, wants: str, origin: str) -> Found | None:
-    prompt, name = _first(there, PROMPTS, str | list), _first(there, LISTS, list)
+    prompt, name = first(there, PROMPTS, str | list), first(there, LISTS, list)
     if wants != "pair" or prompt is None or name is None:
         return None
     answers, used = there[name], {prompt, name}
@@ -310,7 +298,7 @@ def _ranked(there: Values, wants: str, origin: str) -> Found | None:
         column = next((key for key in (*BEST_HIGH, *BEST_LOW) if key in answers[0]), "")
         texts, marks = [each.get(text) for each in answers], [each.get(column) for each in answers]
     else:
-        column = _first(there, (*BEST_HIGH, *BEST_LOW), list) or ""
+        column = first(there, (*BEST_HIGH, *BEST_LOW), list) or ""
         texts, marks, used = answers, there.get(column, []), used | {column}
     if not column or len(texts) != len(marks) or len(texts) < 2:
         return None
@@ -323,48 +311,38 @@ def _ranked(there: Values, wants: str, origin: str) -> Found | None:
     best, worst = numbers.index(max(numbers)), numbers.index(min(numbers))
     if best == worst:
         raise Tie
-    return {"prompt": there[prompt], "chosen": texts[best], "rejected": texts[worst]}, used
+    question, more = question_of(there, prompt)
+    return {"prompt": question, "chosen": texts[best], "rejected": texts[worst]}, used | more
 
 
 def _pair(there: Values, wants: str, origin: str) -> Found | None:
-    prompt, sides = _first(there, PROMPTS, str | list | Mapping), _sides(there)
+    prompt, sides = first(there, PROMPTS, str | list | Mapping), _sides(there)
     if wants != "pair" or sides is None or (prompt is None and (sides == PAIRS[0] or not all(_is_whole(there[side]) for side in sides))):
         return None
     if prompt is None:
         return {"chosen": there[sides[0]], "rejected": there[sides[1]]}, set(sides)
-    question, tools = there[prompt], {}
-    if isinstance(question, Mapping):  # OpenAI's preferences
-        tools = {"tools": question["tools"]} if question.get("tools") else {}
-        question = question.get("messages")
-        if not isinstance(question, list):
+    tools = {}
+    if isinstance(request := there[prompt], Mapping):  # OpenAI's preferences
+        tools = {"tools": request["tools"]} if request.get("tools") else {}
+        if not isinstance(request.get("messages"), list):
             return None
-    question, used = _headed(question, there)
-    made, used = _completed(question, there, used | {prompt}, wants, None) or ({}, set())
+        there = {**there, prompt: request["messages"]}
+    question, used = question_of(there, prompt)
+    made, used = _completed(question, there, used, wants, None) or ({}, set())
     return made | tools, used
 
 
-def _headed(prompt: Any, there: Values) -> tuple[Any, set[str]]:
-    """The prompt behind the system's message, if a column has one and the prompt none."""
-    messages, used = _system(there)
-    if not messages or (isinstance(prompt, list) and not (isinstance(prompt[0], Mapping) and prompt[0].get("role") != "system")):
-        return prompt, set()
-    return [*messages, *([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)], used
-
-
 def _answer(there: Values, wants: str, origin: str) -> Found | None:
-    prompt, (answer, reply) = _first(there, PROMPTS, str | list), _reply(there)
+    prompt, (answer, reply) = first(there, PROMPTS, str | list), _reply(there)
     if wants in ("pair", "class") or prompt is None or (answer is None and wants != "prompt"):
         return None
-    context = None if prompt == "input" else _first(there, CONTEXTS)
-    question = there[prompt] if context is None or not isinstance(there[prompt], str) else f"{there[prompt]}\n{there[context]}"
-    question, used = _headed(question, there)
-    used |= {prompt, *([context] if context else [])}
+    question, used = question_of(there, prompt)
     return _completed(question, there if answer is None else {**there, answer: reply}, used, wants, answer)
 
 
 def _reply(there: Values) -> tuple[str | None, Any]:
     """The column of the answer, and the answer: a text, messages, calls of tools, or the first of several texts that are as good."""
-    if (name := _first(there, ANSWERS)) is not None:
+    if (name := first(there, ANSWERS)) is not None:
         return name, there[name]
     for name in (*ANSWERS, *LISTS):
         value = there.get(name)
@@ -375,7 +353,7 @@ def _reply(there: Values) -> tuple[str | None, Any]:
             continue
         if isinstance(texts[0], Mapping) and name in ANSWERS:
             return name, texts
-        if isinstance(texts[0], str) and _first(there, (*BEST_HIGH, *BEST_LOW), list) is None:
+        if isinstance(texts[0], str) and first(there, (*BEST_HIGH, *BEST_LOW), list) is None:
             return name, texts[0]
     return None, None
 
@@ -388,7 +366,7 @@ def _transcript(there: Values, wants: str, origin: str) -> Found | None:
 
 
 def _document(there: Values, wants: str, origin: str) -> Found | None:
-    name = _first(there, TEXTS)
+    name = first(there, TEXTS)
     if name is None or "text" in there or wants not in ("text", "class") or (wants == "class" and "label" not in there):
         return None
     return {"text": there[name]} | ({"label": there["label"]} if wants == "class" else {}), {name}

@@ -118,7 +118,9 @@ def job_of(task: Task, folder: Path, tokenizer_path: str, base_dir: Path) -> Job
         aside = Stage(folder, np.dtype(np.uint16))
         rows = chain.from_iterable(rows_of(held_out, number, base_dir, aside) for number in range(len(held_out.sources)))
         path = Evaluation.of(rows, wanted.ngram, wanted.overlap, folder)
-    return Job(tokenizer_path, config.model, config.algorithm, config.data, task.vision, path)
+    # Held-out rows are in no order of a curriculum, so they need no column for it.
+    data = config.data if task.role == "train" else config.data.model_copy(update={"curriculum": None})
+    return Job(tokenizer_path, config.model, config.algorithm, data, task.vision, path)
 
 
 def token_type(job: Job) -> np.dtype[Any]:

@@ -163,6 +163,7 @@ def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: in
     names = {part: part if name is None else name for part, name in given.items()}
     padded = isinstance(values, TableRow)
     forms = [form for form in known if mapped <= set(form) and mapped]
+    forms.sort(key=lambda form: any(names[part] not in values for part in form))  # of two that are meant, the one that is there
     forms = forms or [form for form in known if mapped & set(form)] or [form for form in known if all(part in values for part in form)]
     there = ", ".join(values) or "none"
     if not forms:

@@ -369,12 +369,14 @@ def _mask_thoughts(tokens: _Tokens, learn: npt.NDArray[np.uint8], origin: str, b
     if tokens.starts is None:
         fix = "use a model whose tokenizer has a fast version, or set data.reasoning to keep or drop"
         raise DataError("this tokenizer gives no offsets to find the reasoning by", where=origin, fix=fix)
+    tagged = [match[0] for match in _THOUGHT.finditer(tokens.text)]
+    bare = [thought for thought in dict.fromkeys(own) if not any(thought in each for each in tagged)]
     edges = np.flatnonzero(np.diff(learn, prepend=0, append=0))
     ends = np.append(tokens.starts, len(tokens.text))
     for start, stop in edges.reshape(-1, 2).tolist():
         begin, part = int(ends[start]), tokens.text[ends[start] : ends[stop]]
         found = [*(_BEGUN.finditer(part) if begun else ()), *_THOUGHT.finditer(part)]
-        found += [match for thought in own for match in re.finditer(re.escape(thought), part)]
+        found += [match for thought in bare for match in [*re.finditer(re.escape(thought), part)][: own.count(thought)]]
         for match in found:
             learn[max(start, tokens.at(begin + match.start(), origin)) : tokens.at(begin + match.end(), origin)] = 0
         if "<think>" in part[max((match.end() for match in found), default=0) :]:

@@ -257,6 +257,11 @@ def check_counts(values: Any, where: str) -> None:
             raise ModelError(f"{key} is {value:g}: no model has more than {MOST_PARTS}", where=where, fix=fix)
 
 
+def tokenizer_revision(model: ModelConfig) -> str | None:
+    """`model.revision` is the model's: a tokenizer of another repository has commits of its own."""
+    return model.revision if model.tokenizer in (None, model.id) else None
+
+
 def hub_options(path: str, model: ModelConfig) -> dict[str, Any]:
     local = Path(path).is_dir()
     return {"trust_remote_code": model.trust_remote_code, "local_files_only": local} | ({} if local else {"revision": model.revision})

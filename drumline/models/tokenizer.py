@@ -8,7 +8,7 @@ from typing import Any
 
 from drumline.core.model import ModelConfig
 from drumline.errors import ModelError
-from drumline.models.files import check_folder, from_hub, hub_options, tokenizer_folder
+from drumline.models.files import check_folder, from_hub, hub_options, tokenizer_folder, tokenizer_revision
 from drumline.models.rendering import limit
 from drumline.models.templates import set_template
 
@@ -19,15 +19,16 @@ def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
     """The tokenizer of the model, or of `model.tokenizer`, with `model.chat_template` in place of its own."""
     from transformers import AutoTokenizer
 
-    source = model.tokenizer or path
+    source, revision = model.tokenizer or path, tokenizer_revision(model)
     if source is None:
         what = "a model written out by its config has no tokenizer"
         raise ModelError(what, where="model.tokenizer", fix="name a folder or hub id that has one")
     source = tokenizer_folder(source)
     check_folder(Path(source))
     limit()
+    apart = model.model_copy(update={"revision": revision})
     files = "its tokenizer_config.json or tokenizer.json"
-    tokenizer = from_hub(source, model, lambda: _checked(AutoTokenizer.from_pretrained(source, **hub_options(source, model))), files)
+    tokenizer = from_hub(source, apart, lambda: _checked(AutoTokenizer.from_pretrained(source, **hub_options(source, apart))), files)
     if model.chat_template is not None:
         set_template(tokenizer, model.chat_template)
     return tokenizer

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from drumline.core.data import PAIR_FORMS, PythonSource
+from drumline.core.data import PAIR_FORMS, TEXT_FORMS, DataConfig, FileSource, Forms, PythonSource
 from drumline.data.cache import TokenCache
+from drumline.data.fingerprint import cache_key
 from drumline.data.sources import Row, read_rows
+from drumline.data.templates import Encoder
 from drumline.data.workers import digest
 from tests.tiny import tiny_tokenizer
 from tests.unit.test_data_formats import ASK, NO, SAY, SYSTEM, TOOL, read
@@ -65,3 +68,61 @@ def test_holdout_where_a_block_of_rows_has_none(tmp_path: Path, monkeypatch: pyt
     write_rows(tmp_path, 50)
     made = prepare(config(tmp_path, holdout=1), str(tmp_path / "tokenizer"), tmp_path)
     assert made.eval is not None and TokenCache.open(made.train).info["held_out"] == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "forms", "prompt"),
+    [
+        (
+            {"instruction": "Translate", "input": "Guten Tag", "output_1": "Hello", "output_2": "Bye", "preference": 1},
+            PAIR_FORMS,
+            "Translate\nGuten Tag",
+        ),
+        ({"question": "q", "context": "c", "chosen": "a", "rejected": "b"}, PAIR_FORMS, "q\nc"),
+        ({"input": "q", "context": "c", "output": "a"}, TEXT_FORMS, "q\nc"),
+        ({"system": "be kind", "prompt": "hi", "responses": ["a", "b"], "scores": [1, 2]}, PAIR_FORMS, [SYSTEM, ASK]),
+        ({"system": "be kind", "prompt": "hi", "response_a": "a", "response_b": "b", "winner": "b"}, PAIR_FORMS, [SYSTEM, ASK]),
+        ({"system": "be kind", "prompt": [ASK], "chosen": "a", "rejected": "b"}, PAIR_FORMS, [SYSTEM, ASK]),
+    ],
+)
+def test_what_a_question_is_about_is_asked_too(tmp_path: Path, row: dict[str, Any], forms: Forms, prompt: Any) -> None:
+    assert read(tmp_path, row, forms).values["prompt"] == prompt
+
+
+def test_mapped_sides_that_begin_alike_need_no_prompt(tmp_path: Path) -> None:
+    sides = {"good": [ASK, SAY], "bad": [ASK, NO]}
+    columns = {"chosen": "good", "rejected": "bad"}
+    assert read(tmp_path, sides, PAIR_FORMS, columns=columns).values == {"chosen": [ASK, SAY], "rejected": [ASK, NO]}
+
+
+def test_reasoning_that_an_answer_repeats_is_masked_once() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n"
+        "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    encoder = Encoder(tokenizer, everything=False, data=DataConfig(train=["x.jsonl"], max_length=256, reasoning="mask"))
+    answer = {"role": "assistant", "reasoning_content": "4", "content": "4"}
+    made = encoder.encode(Row("x:1", {"messages": [{"role": "user", "content": "2+2?"}, answer]}))
+    assert tokenizer.decode(made.tokens[made.learn > 0]).strip() == "4<|im_end|>"
+
+
+def test_held_out_rows_need_no_column_for_the_curriculum(tmp_path: Path) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    lines = [{"prompt": "a", "completion": f"row {n}", "difficulty": 4 - n} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    made = prepare(config(tmp_path, eval=["eval.jsonl"], curriculum="difficulty"), str(tmp_path / "tokenizer"), tmp_path)
+    assert made.eval is not None and len(TokenCache.open(made.eval)) == 1
+
+
+def test_the_name_of_a_file_is_in_the_cache_of_its_prompts_alone(tmp_path: Path) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+
+    def key(name: str, algorithm: Any) -> str:
+        (tmp_path / name).write_text('{"prompt": "a", "completion": "b"}\n')
+        return cache_key(config(tmp_path, algorithm), [FileSource(path=name)], "train", str(tmp_path / "tokenizer"), tmp_path)
+
+    grpo: Any = {"kind": "grpo", "rewards": [{"kind": "regex", "pattern": "x"}]}
+    assert key("one.jsonl", "sft") == key("two.jsonl", "sft")
+    assert key("one.jsonl", grpo) != key("two.jsonl", grpo)

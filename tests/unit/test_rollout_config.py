@@ -26,11 +26,28 @@ def test_a_part_of_ppo_s_kl_leaves_the_rest_as_it_is(kl: dict[str, Any]) -> None
 
 @pytest.mark.parametrize(
     ("options", "line"),
-    [({"kl": {"target": 0.1}}, "target steers the coefficient"), ({"generator": {"kind": "hf", "stop": [""]}}, "generator.stop")],
+    [
+        ({"kl": {"target": 0.1}}, "target steers the coefficient"),
+        ({"generator": {"kind": "hf", "stop": [""]}}, "generator.stop"),
+        ({"kl": {"reference_model": "gpt2"}}, "no reference_model is asked where coefficient is 0"),
+        ({"curriculum": {"kind": "success", "weights": {"x": 1}}}, "weights is of kind weights, and kind is success"),
+        ({"curriculum": {"floor": 0.2}}, "floor is of kind success, and kind is data"),
+    ],
 )
 def test_what_would_do_nothing_is_refused(options: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         algorithm("grpo", **options)
+
+
+@pytest.mark.parametrize("options", [{"value_model": "gpt2"}, {"value_lr": 1e-4}])
+def test_a_value_of_its_own_is_asked_for(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="is of a value model of its own: set value: separate"):
+        algorithm("ppo", **options)
+    assert algorithm("ppo", value="separate", **options).value == "separate"
+
+
+def test_shares_are_a_kind_of_curriculum() -> None:
+    assert algorithm("grpo", curriculum={"weights": {"x": 1, "y": 2}}).curriculum.kind == "weights"
 
 
 def test_a_steered_coefficient_keeps_its_sign() -> None:

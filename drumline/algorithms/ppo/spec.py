@@ -45,6 +45,13 @@ class PPOConfig(PromptSpec):
         kl = values.get("kl") if isinstance(values, dict) else None
         return {**values, "kl": {**KL, **kl}} if isinstance(kl, dict) else values
 
+    @model_validator(mode="after")
+    def _has_a_value(self) -> PPOConfig:
+        for name in ("value_model", "value_lr"):
+            if self.value == "head" and getattr(self, name) is not None:
+                raise ValueError(f"{name} is of a value model of its own: set value: separate, or take it out")
+        return self
+
     @property
     def head(self) -> Head:
         return "valued" if self.value == "head" else "lm"
