@@ -119,6 +119,11 @@ def load_text(text: str, overrides: list[str], name: str = "config") -> Config:
     return validated(drafted(text, name, Path(), None), overrides)
 
 
+def load_lines(text: str, overrides: list[str], name: str) -> Loaded:
+    """`load` of a text, whose paths are relative to the current folder."""
+    return _loaded(drafted(text, name, Path(), None), Path(name), Path(), overrides, trusted=True, laid_over=False)
+
+
 def read_text(path: Path) -> str:
     """The text of a config file. Raises ConfigError."""
     text = plain_text(path, ConfigError, "give the path of a YAML; examples/ has some to copy", MOST_CONFIG)
@@ -307,7 +312,7 @@ FREE = (
     *(f"eval.{name}" for name in EvalConfig.model_fields if name not in ("metric", "mode")),  # these have rated what is best so far
     "run.dir", "run.deterministic", "run.device", "run.log_every", "run.report_to", "run.tracker", "run.callbacks",
     "data.workers", "data.prefetch", "data.verify", "data.cache_dir", "data.stream.blocks", "algorithm.loss_chunk",
-    "algorithm.reward_failure", "model.attention", "model.trust_remote_code",
+    "report", "run.profile", "algorithm.reward_failure", "algorithm.reward_workers", "model.attention", "model.trust_remote_code",
 )  # fmt: skip
 
 

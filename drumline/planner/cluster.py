@@ -42,13 +42,16 @@ def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int
     else:  # of this machine, which has measured its own link alone
         measured = base.calibration if described.intra is None else replace(base.calibration, collectives={})
     per_node = described.per_node or base.per_node
+    host = int(described.host_memory_gb * catalog.GIGA) if described.host_memory_gb else None
+    device = base.device if host is None or base.device.kind != "cpu" else replace(base.device, memory_bytes=host // per_node)
     return replace(
         base,
+        device=device,
         per_node=per_node,
         nodes=described.nodes,
         intra=base.intra if described.intra is None else described.link(described.intra),
         inter=described.link(described.inter),
-        host_memory_bytes=int(described.host_memory_gb * catalog.GIGA) if described.host_memory_gb else base.host_memory_bytes,
+        host_memory_bytes=host or base.host_memory_bytes,
         price_per_device_hour=described.price_per_device_hour,
         mtbf_hours=described.mtbf_hours,
         restart_seconds=described.restart_seconds,

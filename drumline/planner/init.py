@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -73,7 +74,8 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
         console.print(f"note: {note}", soft_wrap=True, markup=False)
     question, devices = request.question, request.question.cluster.world_size
     if not question.config.batch.model_fields_set:
-        batch = BatchConfig(global_samples=-(-BATCH // devices) * devices)
+        by = math.lcm(devices, question.config.algorithm.samples_in_turn)
+        batch = BatchConfig(global_samples=-(-BATCH // by) * by)
         question = replace(question, config=question.config.model_copy(update={"batch": batch}))
     answer = search(question)
     if not answer.ranked:

@@ -15,7 +15,7 @@ from typing import Any
 from drumline.core import mirror
 from drumline.core.cluster import cluster_from_string
 from drumline.core.config import Config
-from drumline.core.load import Loaded, load_text, reader
+from drumline.core.load import Loaded, load_lines, load_text, reader
 from drumline.core.model import ModelConfig
 from drumline.core.plan import DataPlan, RolePlan
 from drumline.core.registry import entry_points, package_of
@@ -100,9 +100,17 @@ def load_with_flags(config: str | Path | Mapping[str, Any] | None, overrides: li
             fix = "name a YAML, or a model and the devices: drumline plan --model llama-3.1-8b --cluster 4x4090 --length 4096"
             raise UserError("what is to be planned?", where="drumline plan", fix=fix)
     with mistakes_by_flag(made):
-        if config is not None:
-            return reader(config)([*made, *overrides])
-        return Loaded(load_text(WITHOUT_DATA, [*made, *overrides], FLAGS), Path(FLAGS), Path())
+        laid = _in_turn(list(made), overrides)
+        return load_lines(WITHOUT_DATA, laid, FLAGS) if config is None else reader(config)(laid)
+
+
+def _in_turn(flags: list[str], overrides: list[str]) -> list[str]:
+    """Overrides over flags; but one of a whole section, such as `cluster=8xh100`, below flags that set a key in it."""
+    keys = {override: override.partition("=")[0] for override in (*flags, *overrides)}
+    inside = {keys[flag].partition(".")[0] for flag in flags if "." in keys[flag]} - {"model"}  # which --model names whole
+    sections = [override for override in overrides if keys[override] in inside]
+    first = [flag for flag in flags if "." not in keys[flag]]
+    return [*first, *sections, *(flag for flag in flags if flag not in first), *(each for each in overrides if each not in sections)]
 
 
 @dataclass(frozen=True)
@@ -127,7 +135,8 @@ def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
         machine = machine.without_devices()
     processes = config.launch.nproc or max(1, len(machine.devices))
     cluster = cluster_of(described, machine, processes, calibration_for(machine))
-    question = assemble(config, policy, roles, data, cluster, may_install=not cluster.found)
+    here = config.launch.nproc is not None and cluster.found
+    question = assemble(config, policy, roles, data, cluster, processes=here, may_install=not cluster.found)
     if not config.images_alone:
         shapes.check_length(question.facts.max_positions, config.data.max_length)
         require_room(config.algorithm.new_tokens, config.data.max_length)

@@ -315,10 +315,16 @@ def _named(place: str) -> tuple[str, dict[str, Any]]:
 
 def _check_same_run(path: str, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]) -> None:
     """Raises CheckpointError where a checkpoint was made with another config or other data, as far as nobody has allowed it."""
-    changes, keys = refused(saved_config(state["config"], plan.config, allow, path), plan.config, allow)
+    before, size = state.get("global_samples"), plan.batch.global_samples  # however the batch is written and cut up
+    may = (*allow, "batch") if before == size else allow
+    changes, keys = refused(saved_config(state["config"], plan.config, allow, path), plan.config, may)
     if keys:
         fix = f"take the change back, or accept it with --allow {','.join(keys)}"
         raise CheckpointError(f"the config differs in what the run depends on: {changes}", where=path, fix=fix)
+    if isinstance(before, int) and before != size and not any(key.partition(".")[0] in ("batch", "all") for key in allow):
+        what = f"a step took {before} samples, and takes {size} now (data ranks: {plan.mesh.data_ranks})"
+        fix = f"keep it with batch.global_samples={before} batch.accumulation=null, or accept the new one with --allow batch.global_samples"
+        raise CheckpointError(what, where=path, fix=fix)
     now = plan.data.identity if plan.data else None
     if now is None:
         return

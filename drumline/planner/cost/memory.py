@@ -164,7 +164,7 @@ def _phases(
     if layout.config.images_alone:
         images = rows * BYTES_PER_IMAGE_FLOP * facts.flops_per_token
         saved = images * (0.5 if layout.precision != "fp32" else 1.0)
-        running = returning = saved / max(1, blocks)
+        one = running = returning = saved / max(1, blocks)
         ends = head = tail = left = 0.0
         in_flight, number = 0.0, 1
     else:
@@ -181,7 +181,7 @@ def _phases(
             saved += tokens * facts.hidden * width * (before * number + behind + sent)
         if mine.first and facts.vision_language:
             saved += IMAGE_SHARE * tokens * tower_bytes(facts, layout.precision != "fp32")
-        running, returning = tokens * kept.live_forward, tokens * kept.live_backward
+        one, running, returning = tokens * kept.saved_block, tokens * kept.live_forward, tokens * kept.live_backward
         head, tail, left = _head(layout, facts, mine, tokens, kept)
     accumulates = layout.batch.accumulation > 1 and not (layout.pipeline and layout.pipeline.schedule == "gpipe")
     every, there = state.gradients, state.gradients if accumulates else buffers.early
@@ -193,7 +193,6 @@ def _phases(
     norm = 12 * tokens * facts.hidden if mine.last and kept.live_loss is None and not layout.config.images_alone else 0
     largest = max((part(w, layout.mesh.tp, 1) for w in end_weights(facts, mine) if w.trainable), default=0)
     embedding = entry_bytes(layout) * largest if mine.first else 0
-    one = tokens * kept.saved_block
     first = Phase(there, saved + returning, 0.0 if there else left, through + buffers.begun + buffers.backward)
     at_end = max(buffers.backward + buffers.second, buffers.last, embedding)
     second = Phase(there, saved - one + returning, first.logits, first.buffers + buffers.second)

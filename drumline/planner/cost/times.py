@@ -75,7 +75,7 @@ def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, volume: Volume)
         waits = busy * (_slowest(facts, layout.pipeline.layers, layout.mesh.pp) / (1 - idle) - 1)
     optimizer, offload = _update(layout, facts, cluster, busy)
     if layout.device == "cuda" and (moved := offloaded(layout, facts, rounds=False)):
-        moved *= layout.batch.accumulation
+        moved *= layout.batch.accumulation * _shared(layout, cluster)
         offload += max(0.0, cluster.host_seconds("to_host", moved) - forward) + max(
             0.0, cluster.host_seconds("to_device", moved) - backward
         )
@@ -140,11 +140,16 @@ def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) ->
         return step, 0.0
     copied = Copied(FULL * trainable, FULL * trainable) if options.offload else strategy.copied(layout, as_kept(layout, facts), trainable)
     taken = cluster.host_seconds("to_device", copied.up) + cluster.host_seconds("to_host", copied.down)
-    taken *= 2 if on_host > SWITCHES else 1
+    taken *= _shared(layout, cluster)
     if copied.hidden:
         return step, max(0.0, taken - busy)
     stored = copied.stored * on_host
     return step, taken + (cluster.disk_seconds("read", stored) + cluster.disk_seconds("write", stored))
+
+
+def _shared(layout: Layout, cluster: Cluster) -> int:
+    """Devices that share a link to the host."""
+    return 2 if min(cluster.per_node, layout.mesh.world_size) > SWITCHES else 1
 
 
 def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:

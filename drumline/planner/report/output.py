@@ -121,9 +121,12 @@ def full_config(config: Config, candidate: Candidate) -> dict[str, Any]:
 
 
 def _named_ranks(config: Config, candidate: Candidate) -> int | None:
-    """Ranks of a host where `launch` has to say them: it starts one a GPU, and without GPUs one."""
-    layout, described = candidate.layout, config.cluster
-    alone = layout.device == "cuda" or layout.mesh.world_size == 1 or config.launch.nproc is not None
+    """Ranks of a host where `launch` has to say them, or says others: by itself it starts one a GPU, and without GPUs one."""
+    layout, described, nproc = candidate.layout, config.cluster, config.launch.nproc
+    if nproc is not None:
+        here = max(1, layout.mesh.world_size // (described.nodes if described else 1))
+        return None if here == nproc else here
+    alone = layout.device == "cuda" or layout.mesh.world_size == 1
     return None if alone or described is None else described.per_node
 
 

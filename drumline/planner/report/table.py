@@ -276,7 +276,7 @@ def report_most(question: Question, kind: Kind, console: Console, top: int, as_j
     """For each family the longest row, or the largest micro-batch. Raises PlanError where nothing fits."""
     found = max_length(question) if kind == "max_length" else max_batch(question)
     if not found:
-        where = f"--{kind.replace('_', '-')}"
+        where = {"max_length": "--max-seq", "max_batch": "--max-batch"}[kind]
         raise PlanError("nothing fits, however small", where=where, fix="see `drumline plan` for what comes nearest")
     if as_json:
         sizes = [{"number": each.number, "candidate": candidate(question, each.found)} for each in found]

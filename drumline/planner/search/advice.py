@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 
 from drumline.core.algorithm import AlgorithmSpec, ChunkedSpec
+from drumline.core.batch import least_rounds
 from drumline.core.config import BatchConfig, Config, LoRAConfig
 from drumline.core.explain import flow
 from drumline.core.facts import with_length
@@ -86,9 +88,17 @@ def refusal(answer: Answer, changes: Sequence[Change]) -> PlanError:
 
 
 def max_length(question: Question) -> tuple[Most, ...]:
-    """For each family the longest row that fits, in steps of 64 tokens; samples of a step stay as they are. The longest first."""
+    """For each family the longest row that fits, in steps of 64 tokens; samples of a step stay as they are. The longest first. Raises
+    PlanError for images alone."""
+    if question.config.images_alone:
+        raise PlanError("rows of images have no length", where="--max-seq", fix="ask for --max-batch")
     end = question.facts.max_positions or LONGEST
-    return _by_family(question, lambda family: _most(partial(_of_length, question), family, STEP, end, STEP))
+    return _by_family(question, lambda family: _most(partial(_of_length, question), family, _shortest(question), end, STEP))
+
+
+def _shortest(question: Question) -> int:
+    """The first multiple of STEP that leaves room for a prompt before what is sampled."""
+    return STEP * (question.config.algorithm.new_tokens // STEP + 1)
 
 
 def by_adapter(answer: Answer, plain: Question) -> tuple[Adapted, ...]:
@@ -104,7 +114,7 @@ def _longest(question: Question) -> Most | None:
     """The longest row that fits, by any strategy; first those that cut most, so that few others are looked at closely."""
     end = question.facts.max_positions or LONGEST
     cut = sorted(search_space(question), key=lambda strategy: -getattr(strategy, "cp", 1) * getattr(strategy, "tp", 1))
-    return _most(partial(_of_length, question), cut, STEP, end, STEP)
+    return _most(partial(_of_length, question), cut, _shortest(question), end, STEP)
 
 
 def max_batch(question: Question) -> tuple[Most, ...]:
@@ -147,9 +157,12 @@ def _proposals(question: Question) -> Iterator[tuple[str, Question]]:
     if config.adapter.kind == "none" and config.head == "lm":
         whats = {"LoRA": "adapter=lora", "QLoRA": "adapter={kind: lora, quantize: 4bit}"}
         yield from ((whats[name], adapted) for name, adapted in under_adapters(question).items())
-    tokens = _largest(lambda n: fits(_of_length(question, n)), SHORT, config.data.max_length - 1, STEP)
-    if tokens is not None:
-        yield f"data.max_length={tokens}", _of_length(question, tokens)
+    start = max(SHORT, _shortest(question))
+    end = 0 if config.images_alone else config.data.max_length - 1
+    if (tokens := _largest(lambda n: fits(_of_length(question, n)), start, end, STEP)) is not None:
+        shorter = _of_length(question, tokens)
+        batch = "" if shorter.config.batch == config.batch else f" batch={flow(shorter.config.batch.model_dump(exclude_defaults=True))}"
+        yield f"data.max_length={tokens}{batch}", shorter
     # More devices, as few as possible: up to eight in the one host, then twice as many hosts again and again.
     sizes = [(1, number) for number in (2, 4, 8) if cluster.nodes == 1 and number > cluster.per_node]
     full = sizes[-1][1] if sizes else cluster.per_node
@@ -192,12 +205,12 @@ def _of_length(question: Question, tokens: int) -> Question:
 
 
 def _of_batch(question: Question, strategy: StrategySpec, micro: int) -> Question:
-    """The question with this micro-batch, and with as many of them in a step as the strategy has stages."""
-    try:
-        stages = in_flight(strategy.mesh(question.cluster.world_size), strategy)
-    except PlanError:  # which the search reports
-        stages = 1
-    batch = BatchConfig(micro_batch=micro, accumulation=stages)
+    """The question with this micro-batch, and with as many of them in a step as the strategy has stages, or the algorithm's groups need."""
+    rounds = 1
+    with suppress(PlanError):  # which the search reports
+        mesh = strategy.mesh(question.cluster.world_size)
+        rounds = least_rounds(micro * mesh.data_ranks, question.config.algorithm.samples_in_turn, in_flight(mesh, strategy))
+    batch = BatchConfig(micro_batch=micro, accumulation=rounds)
     return replace(question, config=question.config.model_copy(update={"batch": batch}), data=None)
 
 

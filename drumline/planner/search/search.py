@@ -24,6 +24,7 @@ from drumline.core.stages import in_flight
 from drumline.core.strategy import Space, StrategySpec
 from drumline.core.stream import whole_stream
 from drumline.errors import PlanError
+from drumline.hardware import catalog
 from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import Device, Machine
 from drumline.planner.cost.times import estimate
@@ -151,6 +152,9 @@ class _Estimates:
         machine = _machine(question.cluster)
         self.device = device_of(self.config, machine)
         self.precision = precision_of(self.config, machine, self.device, [])
+        known = catalog.DEVICES.get(question.cluster.device.name)
+        if self.config.precision.kind == "fp8" and self.device == "cuda" and known is not None and "fp8" not in known.flops:
+            raise PlanError(f"precision fp8 but {known.name} has no fp8", where="precision", fix="use precision=bf16")
         memory = self.config.memory
         self.kinds = kinds_of(memory) if question.facts.block_parameters else (memory.activation_checkpointing,)
         # A budget chooses for each batch by itself.
