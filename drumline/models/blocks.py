@@ -35,7 +35,8 @@ def set_blocks(model: nn.Module, units: Units | None) -> None:
             fix = f"there are {', '.join(sorted(classes))}"
             raise PlanError(f"the model has no module of class {', '.join(absent)}", where="units", fix=fix)
         chosen = [module for module in model.modules() if type(module).__name__ in units]
-    model._drumline_blocks = chosen  # type: ignore[assignment]  # a plain list: they stay where they are
+    # A module that stands in a list more than once is one unit.
+    model._drumline_blocks = list(dict.fromkeys(chosen))  # type: ignore[assignment]  # a plain list: they stay where they are
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

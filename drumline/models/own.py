@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_model
 from torch import nn
 
-from drumline.checkpoint.load import best_or_latest, load, pointed
+from drumline.checkpoint.load import best_or_latest, check, load, pointed
 from drumline.core.model import ModelConfig
 from drumline.core.plan import Plan
 from drumline.core.registry import find_function, imported
@@ -58,6 +58,8 @@ def require_trainable(model: nn.Module, *, cut: bool, deepspeed: bool) -> None:
             what, fix = "is complex", "keep real and imaginary parts in a last dimension of 2, and call torch.view_as_complex in forward"
         elif cut and parameter.ndim == 0:
             what, fix = "has no dimension to cut it along", "make it a vector of one: torch.ones(1); or use ddp"
+        elif cut and not deepspeed and not parameter.is_contiguous():
+            what, fix = "is not contiguous", "leave memory_format out of build, or use ddp"
         elif deepspeed and parameter._backward_hooks:
             what, fix = "has a hook, and DeepSpeed keeps weights of its own", "use fsdp2, or ddp"
         if what:
@@ -74,6 +76,7 @@ def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
     module, source = lay_out_module(own_build(plan), seed, "cpu")  # as ranks do: frozen weights are in no checkpoint
     Values(source, "cpu", seed).fill(module)
     freeze(module, plan.config.model.freeze)
+    check(checkpoint, verify=True, alone=True)
     load(checkpoint, canonical_tensors(module), alone=True)
     return module.eval(), checkpoint
 

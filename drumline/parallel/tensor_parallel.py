@@ -12,6 +12,7 @@ Each rank's backward is then one summand of each gradient of what is not cut, so
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -44,10 +45,21 @@ def apply_tp(model: Any, mesh: DeviceMesh, sequence_parallel: bool = False, keep
     if embedding is not None:
         _cut_vocabulary(whole_layer(embedding), head and whole_layer(head), mesh)
     stream = Stream(mesh, keeps_parts) if sequence_parallel else None
+    _require_untied(model, [name for name, style in plan.items() if style != "replicate"])
     for name, style in plan.items():
         _cut(model.get_submodule(name), style, mesh, stream)
     if stream is not None:
         _cut_stream(model, stream)
+
+
+def _require_untied(model: Any, names: list[str]) -> None:
+    """Raises PlanError for a weight that a module to be cut shares with another: each would get a part of its own, and train it alone."""
+    ends = {id(weight) for layer in vocabulary(model) if layer is not None for weight in layer.parameters()}  # which are tied again
+    places = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
+    for name in names:
+        for own, weight in model.get_submodule(name).named_parameters(name):
+            if places[id(weight)] > 1 and id(weight) not in ends:
+                raise PlanError(f"{own} is also another module's weight", where="tp_plan", fix="leave both out of it, or use fsdp2")
 
 
 def _moved(x: Tensor, mesh: DeviceMesh, lies: Placement, after: Placement, back: Placement | None = None, shape: Any = None) -> Tensor:

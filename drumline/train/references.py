@@ -32,7 +32,7 @@ from drumline.telemetry import events
 from drumline.train.streams import Batches, Streams
 
 ScoreBatches = Callable[[list[Any]], list[torch.Tensor]]  # micro-batches → fp64[B] of each
-VERSION = 1  # raise it when the same models and pairs give other numbers
+VERSION = 2  # raise it when the same models and pairs give other numbers
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,11 @@ class Reference:
         return tables
 
     def _scorer(self) -> Engine:
-        """An untrained model: the policy before its first step, or under its adapter; otherwise a frozen one built for it."""
+        """An untrained model: the policy before its first step, or without an adapter that leaves the base model as it was; otherwise a
+        frozen one built for it."""
         config = self.plan.config
         other = getattr(config.algorithm, "reference_model", None) is not None
-        if not other and (self.fresh or config.adapter.kind == "lora"):
+        if not other and (self.fresh or config.adapter.switches):
             return self.engine
         return build_engine(self.plan, self.device, role="reference")
 
@@ -110,7 +111,8 @@ class Reference:
             if stop:
                 what = "stopped before the first step, while the reference was scored"
                 raise Preempted(what, where=self.plan.run_dir, fix="go on with --resume")
-            scores = engine.infer(batch.micro_batches, self.algorithm.score, adapter=False)
+            # An adapter that has taken something out of its base layers is part of the model that training starts from.
+            scores = engine.infer(batch.micro_batches, self.algorithm.score, adapter=not self.plan.config.adapter.switches)
             for pair, answer in zip(batch.micro_batches, scores, strict=True):
                 real = pair.real_P > 0
                 table[pair.samples_P[real]] = answer.view(rows, -1).T[real]
@@ -170,6 +172,7 @@ def write_table(path: Path, table: np.ndarray[Any, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path, durable=True) as file:
         np.save(file, table)
-    for old in path.parent.glob(f"{path.name.partition('-')[0]}-*.npy"):
-        if old != path:
+    of = path.name.rpartition("-")[0]
+    for old in path.parent.glob("*.npy"):
+        if old != path and old.name.rpartition("-")[0] == of:
             old.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from drumline.core.plan import Plan
 from drumline.errors import ModelError, PlanError
 from drumline.train.references import key, read_table, write_table
 from drumline.train.setup import Request, make_plan
-from tests.harness import drumline, pair_rows, write_config, write_rows
+from tests.harness import drumline, events, pair_rows, write_config, write_rows
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -61,9 +62,12 @@ def test_a_table_is_whole_or_none(tmp_path: Path) -> None:
     assert read_table(path, (3, 2)) is None
     write_table(path, table)
     write_table(path.with_name("train-old.npy"), table)
-    write_table(path.with_name("eval-abc.npy"), table)
+    for name in ("eval-abc.npy", "eval-easy-abc.npy", "eval-easy-1-old.npy"):  # of sets with names of their own
+        write_table(path.with_name(name), table)
+    write_table(path.with_name("eval-easy-1-abc.npy"), table)
     write_table(path, table)
-    assert sorted(p.name for p in path.parent.iterdir()) == ["eval-abc.npy", "train-abc.npy"]  # others of the same data go
+    names = ["eval-abc.npy", "eval-easy-1-abc.npy", "eval-easy-abc.npy", "train-abc.npy"]
+    assert sorted(p.name for p in path.parent.iterdir()) == names  # others of the same data go
     read = read_table(path, (3, 2))
     assert read is not None and torch.equal(read, torch.from_numpy(table))
     assert read_table(path, (4, 2)) is None
@@ -83,6 +87,19 @@ def test_auto_is_the_adapter_where_there_is_one() -> None:
     assert kind() == "precomputed" and kind(adapter="lora") == "adapter"
     assert kind(adapter="lora", algorithm={"reference": "live"}) == "live"
     assert kind(adapter="lora", algorithm={"reference_model": {"id": "other"}}) == "precomputed"
+
+
+@pytest.mark.parametrize("adapter", [{"init": "pissa"}, {"modules_to_save": ["lm_head"]}])
+def test_what_training_starts_from_is_its_own_reference(tmp_path: Path, model: Path, adapter: dict[str, Any]) -> None:
+    """Also where the model without its adapter is another."""
+    lora = {"kind": "lora", "r": 4, **adapter}
+    path = write_config(
+        tmp_path, model, algorithm={"kind": "dpo"}, adapter=lora, rows=12, run={"steps": 1}, eval={"at_start": True}, strategy="single"
+    )
+    finished = drumline("train", path)
+    assert finished.code == 0, finished.err
+    first = next(event for event in events(tmp_path / "run", "eval") if event["step"] == 0)
+    assert abs(first["margin"]) < 1e-4 and first["loss"] == pytest.approx(math.log(2), abs=1e-4), first
 
 
 def test_an_adapter_that_is_not_there_cannot_be_switched_off(tmp_path: Path, model: Path) -> None:

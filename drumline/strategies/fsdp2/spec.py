@@ -56,10 +56,10 @@ class FSDP2Strategy(Degrees):
         if case.precision != "fp16" and "fp16" in types:
             reason = "gradients in fp16 fall to zero without the loss scale of precision=fp16"
             yield Refusal("fp16 weights or gradients × no loss scale", reason, "use precision=fp16, or bf16 for the two types")
-        if case.config.images_alone and self.param_dtype in ("bf16", "fp16"):
-            reason = "pixels and the statistics of batch norms are fp32, and layers take one type"
+        if (case.config.images_alone or case.config.plain) and self.param_dtype in ("bf16", "fp16"):
+            reason = "inputs and the statistics of batch norms are fp32, and layers take one type"
             instead = "leave strategy.param_dtype out: autocast computes in low precision, op by op"
-            yield Refusal("weights of images in low precision", reason, instead, "strategy.param_dtype")
+            yield Refusal("low-precision weights of images or of a module of your own", reason, instead, "strategy.param_dtype")
         if case.mesh.pp > 1 and self.pipeline_schedule()[0] == "zero_bubble":
             reason = "the split backward does not see through FSDP2's hooks: measured, weights of later stages silently get no gradient"
             yield Refusal("zero_bubble × fsdp2", reason, "use schedule: interleaved")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +57,7 @@ def apply_fsdp2(
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.offload == "cpu" else OffloadPolicy()
     shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     units = blocks(model) if options.wrap is None else [m for m in model.modules() if type(m).__name__ in options.wrap]
+    units = _without_shared(units, module)
     for unit in [m for m in model.modules() if any(map(of_experts, m._parameters.values()))] if experts is not None else ():
         fully_shard(unit, reshard_after_forward=options.reshard_after_forward, **{**shared, "mesh": experts})
     for unit in reversed(units):  # inner ones first: what they take is no part of the outer
@@ -68,3 +70,13 @@ def apply_fsdp2(
         unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + ahead])  # type: ignore[arg-type]
         unit.set_modules_to_backward_prefetch(units[max(0, index - behind) : index][::-1])  # type: ignore[arg-type]
     return root
+
+
+def _without_shared(units: list[nn.Module], root: nn.Module) -> list[nn.Module]:
+    """Those units all of whose weights are theirs alone: one that is tied to another module's is gathered with what belongs to the root."""
+
+    def counted(module: nn.Module) -> Counter[int]:
+        return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+
+    everywhere = counted(root)
+    return [unit for unit in units if all(number == everywhere[weight] for weight, number in counted(unit).items())]

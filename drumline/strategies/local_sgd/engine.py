@@ -25,6 +25,7 @@ from drumline.dist.reduce import add_up
 from drumline.models.shards import canonical_tensors
 from drumline.parallel.data_parallel import buckets
 from drumline.parallel.native import NativeEngine
+from drumline.parallel.optimizer import at_mean, quantised
 from drumline.vendor.torch import foreach_copy_
 
 if TYPE_CHECKING:
@@ -84,10 +85,15 @@ class LocalEngine(NativeEngine):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         self.own = None
-        tensors = super().tensors()
-        average([t for n, t in tensors.items() if n in self.apart or (n.startswith("optim.") and t.is_floating_point())], self.ranks)
+        at_mean(self.optimizer, True)
+        kept = self._kept()
+        averaged = {n: t for n, t in kept.items() if n in self.apart or (n.startswith("optim.") and t.is_floating_point())}
+        average([tensor for tensor in averaged.values() if not quantised(tensor)], self.ranks)
         self.together = True
-        return tensors
+        saved = super().tensors()
+        # Of codes only what they stand for can be averaged, which is a copy.
+        average([saved[name] for name, tensor in averaged.items() if quantised(tensor)], self.ranks)
+        return saved
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         super().load_state(state, tensors)

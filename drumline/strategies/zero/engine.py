@@ -135,6 +135,11 @@ class DeepSpeedEngine(ForwardEngine):
         self.steps, self.divisor = 0, 1.0
         self.has_state = False
         plain = isinstance(engine.module, Plain)
+        # Weights are in the type of a low precision, and nothing casts what they meet; texts are embedded in it.
+        if (plain or plan.config.images_alone) and plan.precision != "fp32":
+            model.register_forward_pre_hook(lambda _, args, named: lowered((args, named), plan.precision), with_kwargs=True)
+        if plain and plan.precision != "fp32":
+            model.register_forward_hook(lambda _module, _given, out: precise(out))
         parts = split(model) if engine.module.splits else None
         heads = nn.ModuleList([head for head in (parts and parts[1], None if plain else score_head(model)) if head is not None])
         for parameter in heads.parameters() if self.sharded else ():
