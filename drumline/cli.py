@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from io import TextIOWrapper
@@ -13,8 +14,9 @@ import typer
 from drumline import __version__, cli_data, cli_report, cli_runs, cli_scale
 from drumline.cli_runs import ConfigFile, Overrides, Trust
 from drumline.cli_runs import path_of as _path
+from drumline.core.process import let_go_of_output, say
 from drumline.core.redact import redact
-from drumline.errors import DrumlineError, UserError
+from drumline.errors import DrumlineError, EnvironmentFault, UserError
 from drumline.foreign import first_line
 
 app = typer.Typer(
@@ -320,16 +322,22 @@ def main(arguments: list[str] | None = None) -> None:
         with Stoppable():
             _run(arguments, speaks=first_rank())
     except DrumlineError as error:
-        print(f"error: {redact(error.line())}", file=sys.stderr)
+        say(f"error: {redact(error.line())}")
         raise SystemExit(error.exit_code) from None
     except Interrupted as stop:
         if first_rank():
-            print(f"stopped: {stop} — start it again", file=sys.stderr)
+            say(f"stopped: {stop} — start it again")
         raise SystemExit(NOTHING_LOST) from None
     except KeyboardInterrupt:
         raise SystemExit(LEFT) from None
     except Exception as error:  # noqa: BLE001 - a bug: one line for the user, the traceback in a file
+        if isinstance(error, PermissionError) and error.filename:
+            fault = EnvironmentFault("permission denied", where=str(error.filename), fix="ask its owner, or name another")
+            say(f"error: {redact(fault.line())}")
+            raise SystemExit(fault.exit_code) from None
         raise SystemExit(_report_bug(error)) from None
+    finally:
+        let_go_of_output()
 
 
 def _report_bug(error: Exception) -> int:
@@ -340,7 +348,7 @@ def _report_bug(error: Exception) -> int:
     with tempfile.NamedTemporaryFile("w", prefix="drumline-", suffix=".txt", delete=False, encoding="utf-8", errors="replace") as file:
         file.write(redact("".join(traceback.format_exception(error))))
     line = DrumlineError(f"unexpected error: {first_line(error)}", fix=f"please report it, with {file.name}").line()
-    print(f"error: {redact(line)}", file=sys.stderr)
+    say(f"error: {redact(line)}")
     return DrumlineError.exit_code
 
 
@@ -363,6 +371,8 @@ def _bare_resume(arguments: list[str]) -> list[str]:
     out = []
     for argument, following in zip(arguments, [*arguments, "--"][1:], strict=True):
         out.append(argument)
-        if argument == "--resume" and (following.startswith("-") or "=" in following or following.endswith((".yaml", ".yml"))):
+        key, is_set, _ = following.partition("=")
+        overrides = is_set and "/" not in key and not os.path.lexists(following)  # the runs of a sweep have `=` in their names
+        if argument == "--resume" and (following.startswith("-") or overrides or following.endswith((".yaml", ".yml"))):
             out.append("newest")
     return out

@@ -65,13 +65,14 @@ class Manifest(Record):
     """The contents of a committed checkpoint.
 
     `serial` counts the saves of a run folder. It tells which one is the newest; the step does not, once a run resumed from an older step.
-    `metric`: the value that decides on `best`.
+    `metric`: the value that decides on `best`; `rated`: min or max, and what it is a value of (None: of an older version, or not known).
     """
 
     format: Literal[1] = 1
     step: int
     serial: int
     metric: float | None
+    rated: str | None = None
     drumline: str
     torch: str
     world_size: int

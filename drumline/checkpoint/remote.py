@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from drumline.checkpoint.manifest import (
     INDEX,
@@ -141,7 +141,7 @@ class Store:
 class Remote(Retention):
     """The checkpoints of a run at a URL. Rank 0 calls all but `send`, which every rank calls for the files that it wrote."""
 
-    def __init__(self, url: str, keep: int = sys.maxsize, keep_best: bool = False, mode: Literal["min", "max"] = "min") -> None:
+    def __init__(self, url: str, keep: int = sys.maxsize, keep_best: bool = False, mode: str = "min") -> None:
         super().__init__(Path(), keep, keep_best, mode)
         self.store = Store(url)
 
@@ -243,11 +243,11 @@ def choose(url: str, which: str | int = "last") -> tuple[Store, str, Manifest]:
         if (own := manifest_at(store, "")) is not None:
             return store, "", own
         found = manifests(store)
-        if which == "best":
+        if best := which == "best":
             with suppress(FileNotFoundError):
                 which = store.read(f"{CHECKPOINTS}/{BEST}").decode(errors="replace").strip()
         name = folder_name(which) if isinstance(which, int) else which
-        if name in (LATEST, "last", BEST):
+        if name in (LATEST, "last", BEST) or (best and name not in found):
             name = max(found, key=lambda name: found[name].serial, default=name)
     if name not in found:
         what = "holds no finished checkpoint" if not found else f"holds no {name}, but {', '.join(found)}"

@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 from drumline.checkpoint.manifest import TEMP, TRASH, Manifest, folder_name, read_part, step_of
 from drumline.core.files import discard, remove, sync, take_name, write_whole
@@ -18,9 +17,9 @@ LATEST, BEST = "latest", "best"
 
 class Retention:
     """The committed checkpoints under `root`: keeps the newest `keep` and with `keep_best` the best by metric; pointers name both.
-    `serial`: the smallest serial of a new one."""
+    `mode`: min or max, and behind it the name of the metric; `serial`: the smallest serial of a new one."""
 
-    def __init__(self, root: Path, keep: int, keep_best: bool, mode: Literal["min", "max"], serial: int = 1) -> None:
+    def __init__(self, root: Path, keep: int, keep_best: bool, mode: str, serial: int = 1) -> None:
         self.root, self.keep, self.keep_best, self.mode, self.serial = root, keep, keep_best, mode, serial
         self.known: dict[int, Manifest] = {}
 
@@ -51,13 +50,14 @@ class Retention:
         """Move the pointers to the committed newest, then remove the checkpoints that are not kept. Raises OSError."""
         self.known = {step: known for step, known in self.known.items() if self.has(step)}
         self.point(LATEST, newest.step)
-        best = self.best()
-        if best:
-            self.point(BEST, best.step)
         by_age = sorted(self.known.values(), key=lambda manifest: manifest.serial)
         stay = {manifest.step for manifest in by_age[-self.keep :]}
-        if best and self.keep_best:
+        # Where the best is not kept for its own sake, it is the best of those that are kept.
+        best = self.best() if self.keep_best else best_of((self.known[step] for step in stay), self.mode)
+        if best:
             stay.add(best.step)
+        if best or any(manifest.rated for manifest in self.known.values()):  # where none is by this metric yet, the newest
+            self.point(BEST, (best or newest).step)
         for step in sorted(set(self.known) - stay):
             self.remove(step)
             del self.known[step]
@@ -79,8 +79,9 @@ class Retention:
         return self.root / f"{TRASH}{folder.name}-{secrets.token_hex(4)}"
 
 
-def best_of(known: Iterable[Manifest], mode: Literal["min", "max"]) -> Manifest | None:
-    """The best checkpoint by metric, of equal ones the earlier; None if none has a metric."""
-    rated = [manifest for manifest in known if manifest.metric is not None and math.isfinite(manifest.metric)]
-    sign = 1 if mode == "min" else -1
+def best_of(known: Iterable[Manifest], mode: str) -> Manifest | None:
+    """The best checkpoint by metric, of equal ones the earlier; None if none has that metric. Values of another say nothing."""
+    alike = (manifest for manifest in known if manifest.rated in (None, mode))
+    rated = [manifest for manifest in alike if manifest.metric is not None and math.isfinite(manifest.metric)]
+    sign = 1 if mode.startswith("min") else -1
     return min(rated, key=lambda manifest: (sign * (manifest.metric or 0.0), manifest.serial), default=None)

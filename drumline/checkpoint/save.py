@@ -24,7 +24,7 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -97,7 +97,7 @@ class Checkpointer:
         root: Path,
         keep: int,
         keep_best: bool,
-        mode: Literal["min", "max"],
+        mode: str,
         asynchronous: bool,
         serial: int = 1,
         url: str | None = None,
@@ -258,6 +258,7 @@ class Checkpointer:
                 step=job.step,
                 serial=serial,
                 metric=job.metric,
+                rated=None if job.metric is None else self.retention.mode,
                 drumline=__version__,
                 torch=torch.__version__,
                 world_size=self.ranks.size,

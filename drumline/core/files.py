@@ -200,7 +200,8 @@ def following(path: Path, on_bytes: Callable[[bytes], object], offset: int | Non
                 piece = file.read()
             offset += len(piece)
             if piece:
-                on_bytes(piece)
+                with suppress(OSError):  # what shows it to a terminal that has gone: the work goes on
+                    on_bytes(piece)
 
     def follow() -> None:
         while not done.wait(PERIOD_SECONDS):

@@ -69,10 +69,17 @@ def _values() -> Secrets:
     found: Secrets = []
     for name, value in os.environ.items():
         if name.startswith(OURS):
-            found += ((str(leaf), True) for leaf in _leaves(json.loads(value)))
+            found += ((str(leaf), True) for leaf in _leaves(_of_json(value)))
         elif name in _kept or _named_so(name):
             found.append((value, name in _kept))
     return found
+
+
+def _of_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # a variable of the user's own that has such a name
+        return text
 
 
 @lru_cache(maxsize=4096)

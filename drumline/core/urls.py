@@ -10,6 +10,7 @@ from pydantic import AfterValidator
 from drumline.core.section import PathText
 from drumline.foreign import path_mistake
 
+FETCHED = "fetched"  # in a run folder: the copy of a checkpoint at another run's URL, until it is read
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.IGNORECASE | re.DOTALL)
 
 

@@ -77,7 +77,8 @@ def rendezvous() -> dist.Store:
     try:
         if listens and host in LOOPBACK:
             # The store has no authentication and would listen on all interfaces.
-            listener = socket.create_server(("127.0.0.1", port))
+            six = host == "::1"
+            listener = socket.create_server((host if six else "127.0.0.1", port), family=socket.AF_INET6 if six else socket.AF_INET)
             tcp = dist.TCPStore(host, port, ranks.world_size, True, CONNECT, False, master_listen_fd=listener.detach(), use_libuv=False)
         elif listens:
             tcp = dist.TCPStore(host, port, ranks.world_size, True, CONNECT, False)

@@ -6,8 +6,9 @@ import io
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from itertools import chain
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -70,19 +71,42 @@ class Finding:
         return {**own, **seen, "consequence_of": list(self.follows)}
 
 
+# A line that a signature matches: what its pattern names there, and where it is. It holds no more of the log than what is shown.
+Line = tuple[Signature, dict[str, str], Evidence]
+
+
+@dataclass
+class _Lines:
+    """The lines of a signature in an attempt, counted as they come: a log of gigabytes may be full of them."""
+
+    signature: Signature
+    first: Evidence
+    names: tuple[Evidence, dict[str, str]] | None = None
+    number: int = 0
+    ranks: set[int] = field(default_factory=set)
+
+    def add(self, names: dict[str, str], where: Evidence) -> None:
+        self.number += 1
+        self.first = min(self.first, where, key=_when)
+        self.ranks |= set() if where.rank is None else {where.rank}
+        if names and (self.names is None or _when(where) < _when(self.names[0])):
+            self.names = where, names
+
+    def finding(self) -> Finding:
+        cause = self.signature.explain(self.names[1] if self.names else {})
+        return Finding(self.signature, cause, self.first, self.number, tuple(sorted(self.ranks)))
+
+
 def diagnose(place: str) -> list[Finding]:
     """The findings of a run folder, another folder of logs, a file, or standard input (`-`): of the newest attempt first, and in each the
     causes before their consequences, the earliest first. Raises UserError where there is nothing to read."""
     if place == STDIN:
-        found = list(search(sys.stdin.buffer, "<stdin>"))
-    else:
-        path = Path(place)
-        files = sorted(_logs(path)) if path.is_dir() else [path]
-        if not files:
-            raise UserError("no log is there", where=place, fix="name a run folder, a log file, or - for standard input")
-        found = [each for file in files for each in _of_file(file)]
-        found += [*_slow_loader(path / "events.jsonl"), *_damage(path)]
-    return ordered(found)
+        return ordered(search(sys.stdin.buffer, "<stdin>"))
+    path = Path(place)
+    files = sorted(_logs(path)) if path.is_dir() else [path]
+    if not files:
+        raise UserError("no log is there", where=place, fix="name a run folder, a log file, or - for standard input")
+    return ordered(chain(*map(_of_file, files), _slow_loader(path / "events.jsonl"), _damage(path)))
 
 
 def advice(text: str) -> Finding | None:
@@ -99,15 +123,15 @@ def _logs(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _of_file(path: Path) -> Iterator[tuple[Signature, re.Match[str], Evidence]]:
+def _of_file(path: Path) -> Iterator[Line]:
     """What is in a file; a rank's lines without a time have that of its end."""
     with open_plain(path, UserError) as file:
         attempt, rank = (_ATTEMPT.search(str(path)), _RANK_FILE.search(str(path)))
         number = next((int(group) for group in (rank.groups() if rank else ()) if group), None)
-        for signature, match, where in search(file, str(path)):
+        for signature, names, where in search(file, str(path)):
             here = where.attempt or int(attempt[1] if attempt else 0)
             on = number if where.rank is None else where.rank
-            yield signature, match, replace(where, attempt=here, rank=on, at=where.at or _end(path))
+            yield signature, names, replace(where, attempt=here, rank=on, at=where.at or _end(path))
 
 
 def _end(log: Path) -> float | None:
@@ -119,7 +143,7 @@ def _end(log: Path) -> float | None:
         return None
 
 
-def search(file: BinaryIO, name: str) -> Iterator[tuple[Signature, re.Match[str], Evidence]]:
+def search(file: BinaryIO, name: str) -> Iterator[Line]:
     """Each line that a signature matches, once, by the first that does."""
     first = 1
     for text in _pieces(file):
@@ -131,7 +155,9 @@ def search(file: BinaryIO, name: str) -> Iterator[tuple[Signature, re.Match[str]
         counted = 0
         for start in sorted(lines):
             first, counted = first + text.count("\n", counted, start), start
-            yield *lines[start], _evidence(name, first, text[start : start + SHOWN * 8].partition("\n")[0])
+            signature, match = lines[start]
+            names = {name: value for name, value in match.groupdict().items() if value}
+            yield signature, names, _evidence(name, first, text[start : start + SHOWN * 8].partition("\n")[0])
         first += text.count("\n", counted)
 
 
@@ -180,19 +206,12 @@ def moment(line: str) -> float | None:
     return None
 
 
-def ordered(found: Iterable[tuple[Signature, re.Match[str], Evidence]]) -> list[Finding]:
+def ordered(found: Iterable[Line]) -> list[Finding]:
     """One finding a signature and attempt, and in which order to read them."""
-    groups: dict[tuple[int, str], list[tuple[Signature, re.Match[str], Evidence]]] = {}
-    for each in found:
-        groups.setdefault((each[2].attempt, each[0].name), []).append(each)
-    findings = []
-    for lines in groups.values():
-        lines.sort(key=lambda each: _when(each[2]))
-        signature, match, evidence = lines[0]
-        named = next((match for _, match, _ in lines if any(match.groupdict().values())), match)
-        ranks = sorted({where.rank for _, _, where in lines if where.rank is not None})
-        if len(lines) >= signature.least:
-            findings.append(Finding(signature, signature.explain(named), evidence, len(lines), tuple(ranks)))
+    groups: dict[tuple[int, str], _Lines] = {}
+    for signature, names, where in found:
+        groups.setdefault((where.attempt, signature.name), _Lines(signature, where)).add(names, where)
+    findings = [lines.finding() for lines in groups.values() if lines.number >= lines.signature.least]
     return sorted((replace(each, follows=_causes(each, findings)) for each in findings), key=_turn)
 
 
@@ -210,7 +229,7 @@ def _causes(finding: Finding, findings: list[Finding]) -> tuple[str, ...]:
     return tuple(other.name for other in there if finding.signature.follows(other))
 
 
-def _damage(run: Path) -> Iterator[tuple[Signature, re.Match[str], Evidence]]:
+def _damage(run: Path) -> Iterator[Line]:
     """A line for each record of a run that cannot be read, or not all of it."""
     try:
         if (run / "plan.json").exists():
@@ -222,13 +241,13 @@ def _damage(run: Path) -> Iterator[tuple[Signature, re.Match[str], Evidence]]:
         yield from _own(text, run / "events.jsonl", lines[0])
 
 
-def _own(text: str, path: Path, line: int, at: float | None = None) -> Iterator[tuple[Signature, re.Match[str], Evidence]]:
+def _own(text: str, path: Path, line: int, at: float | None = None) -> Iterator[Line]:
     """What the doctor itself has seen in a file."""
-    for signature, match, _ in search(io.BytesIO(text.encode()), ""):
-        yield signature, match, Evidence(str(path), line, text, at=at)
+    for signature, names, _ in search(io.BytesIO(text.encode()), ""):
+        yield signature, names, Evidence(str(path), line, text, at=at)
 
 
-def _slow_loader(events: Path) -> Iterator[tuple[Signature, re.Match[str], Evidence]]:
+def _slow_loader(events: Path) -> Iterator[Line]:
     """A line for a run whose steps waited for data."""
     known = [
         event for event in read(events) if isinstance(event, Step) and isinstance(event.data_s, float) and isinstance(event.seconds, float)

@@ -25,7 +25,7 @@ import psutil
 from drumline import __version__
 from drumline.core.files import digest
 from drumline.core.munge import SECRET, seal
-from drumline.core.network import is_loopback, source_address
+from drumline.core.network import addresses, is_loopback, source_address
 from drumline.core.process import output_of
 from drumline.doctor.check import Check, Host, Verdict
 from drumline.hardware.detect import Groups, Machine, cache_dir, detect, free_bytes, likely_gpus
@@ -133,17 +133,17 @@ def infiniband(question: Question, machine: Machine, facts: dict[str, str]) -> I
 def names(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
     own = socket.gethostname()
     try:
-        addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(own, None)})
-        alone = all(map(is_loopback, addresses)) and not all(map(is_loopback, question.peers))
+        known = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(own, None)})
+        alone = all(map(is_loopback, known)) and not all(map(is_loopback, question.peers))
         mend = "other hosts would get a loopback address: give the host its address in /etc/hosts or DNS"
-        yield Check("host name", f"{own} is {', '.join(addresses)}", "fail" if alone else "ok", mend)
+        yield Check("host name", f"{own} is {', '.join(known)}", "fail" if alone else "ok", mend)
     except OSError as error:
         yield Check("host name", f"{own} does not resolve: {error}", "fail" if question.peers else "warn", f"add {own} to /etc/hosts")
     for peer in question.peers:
-        try:
-            yield Check("peer name", f"{peer} is {socket.gethostbyname(peer)}")
-        except OSError as error:
-            yield Check("peer name", f"{peer} does not resolve: {error}", "fail", "give an IP address, or add it to /etc/hosts")
+        if found := addresses(peer):
+            yield Check("peer name", f"{peer} is {found[0]}")
+        else:
+            yield Check("peer name", f"{peer} does not resolve", "fail", "give an IP address, or add it to /etc/hosts")
 
 
 def ports(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
@@ -168,7 +168,9 @@ def secret(question: Question, machine: Machine, facts: dict[str, str]) -> Itera
 
 def interfaces(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    of = {e.address: name for name, entries in psutil.net_if_addrs().items() for e in entries if e.family == socket.AF_INET and name in up}
+    both = (socket.AF_INET, socket.AF_INET6)
+    there = ((name, entry) for name, entries in psutil.net_if_addrs().items() for entry in entries if name in up)
+    of = {entry.address.partition("%")[0]: name for name, entry in there if entry.family in both}
     used = of.get(source_address(question.peers[0] if question.peers else "127.0.0.1") or "", "?")
     set_here = question.interface or os.environ.get("NCCL_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME")
     listed = ", ".join(f"{name} {address}" for address, name in of.items())
@@ -225,7 +227,7 @@ def _disk(what: str, path: Path, needs_sharing: bool) -> Check:
     if free < SCARCE_BYTES:
         return Check(what, found, "warn", "little for checkpoints: free some space, or keep fewer (checkpoint.keep)")
     if speed < SLOW:
-        return Check(what, found, "warn", "saves will be slow: another disk, or checkpoint.async")
+        return Check(what, found, "warn", "saves will be slow: another disk, or checkpoint.asynchronous")
     if needs_sharing and not shared:
         return Check(what, found, "warn", "several hosts need a folder that all of them see, or checkpoint.replicas")
     return Check(what, found)

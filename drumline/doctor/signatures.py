@@ -34,10 +34,9 @@ class Signature:
             return False
         return ANY in self.after or bool(self.after & {other.name, other.kind})
 
-    def explain(self, match: re.Match[str]) -> str:
+    def explain(self, names: dict[str, str]) -> str:
         """The cause, with what the line names."""
-        found: dict[str, Any] = {name: value for name, value in match.groupdict().items() if value}
-        return self.cause.format_map(defaultdict(lambda: "not named here", found))
+        return self.cause.format_map(defaultdict(lambda: "not named here", names))
 
 
 @cache

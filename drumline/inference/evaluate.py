@@ -21,6 +21,7 @@ from rich.table import Table
 
 from drumline import __version__
 from drumline.checkpoint.load import check, newest, pointed
+from drumline.checkpoint.manifest import step_of
 from drumline.checkpoint.remote import at_hand, choose_or_none
 from drumline.core.data import PROMPT_FORMS, TasksSource
 from drumline.core.explain import default_run_dir, strategy_name
@@ -37,6 +38,7 @@ from drumline.foreign import disk_errors, read_object, require_package
 from drumline.inference.model import Model, exported_folder, open_model, open_plan
 from drumline.launchers.environment import launched_by
 from drumline.launchers.local import launch
+from drumline.models.export import plan_of
 from drumline.report.bars import bars
 from drumline.rl.rewards import Item, Rewards
 from drumline.telemetry.events import Eval, Event
@@ -250,18 +252,23 @@ def harness(
     results = _evaluate(model_of(source, TRUSTED in overrides), [task.strip() for task in tasks if task.strip()], limit, include_path)
     metrics = {f"{task} {name}": value for task, found in results.items() for name, value in found.items()}
     show(f"{source} by lm-eval", metrics)
-    if (source / "plan.json").exists():
-        write(source, "lm_eval", {"seconds": time.time() - began, "limit": limit, "tasks": results})
+    to = run_folder(config_path, overrides) if config_path.suffix in YAML else source
+    if to != source or (source / "plan.json").exists():
+        write(to, "lm_eval", {"seconds": time.time() - began, "limit": limit, "tasks": results})
     return 0
 
 
 def model_of(source: Path, trust: bool = False) -> dict[str, Any]:
-    """lm-eval's arguments for the model: the folder of an export, which it loads itself, or what a run's checkpoint holds, in memory."""
+    """lm-eval's arguments for the model: the folder of an export, which it loads itself, or what a checkpoint holds, in memory: `source`,
+    or that of a run."""
     folder = exported_folder(source) if (source / "plan.json").exists() else source
     if folder is not None and (folder / "config.json").exists():
         return {"pretrained": str(folder), "device": "cuda" if torch.cuda.is_available() else "cpu", "trust_remote_code": trust}
-    with bars(Console(stderr=True)) as on_progress:
-        model = open_model(str(source), on_progress, trust)
+    if step_of(source.name) is not None:
+        model = open_plan(plan_of(source.parent.parent, trust), source)
+    else:
+        with bars(Console(stderr=True)) as on_progress:
+            model = open_model(str(source), on_progress, trust)
     return {"pretrained": model.module, "tokenizer": model.tokenizer}
 
 

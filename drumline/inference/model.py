@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from transformers import TextStreamer
 
+from drumline.checkpoint.load import check
 from drumline.core.model import ModelConfig
 from drumline.core.plan import Plan
 from drumline.core.rollouts import HFGenerator as HFConfig
@@ -141,6 +142,7 @@ def exported_folder(run: Path) -> Path | None:
 def open_plan(plan: Plan, checkpoint: Path | None) -> Model:
     """The plan's model with the weights of a checkpoint of any run; None: as training starts from it."""
     if checkpoint is not None:
+        check(checkpoint, verify=True, alone=True)
         model, tokenizer = read_checkpoint(plan, checkpoint)
         return Model(_placed(model), tokenizer, str(checkpoint))
     config = plan.config.model

@@ -289,8 +289,8 @@ class Agent(LocalElasticAgent):
         elif error is None and code == -signal.SIGABRT:
             error = aborted(self.logs / f"rank-{rank}.log")
         killed = rank in self.killed
-        if killed and error:
-            code = error["exit_code"]  # it had reported why it ends before we killed it
+        if error and (killed or code == 0):
+            code = error["exit_code"]  # it had reported why it ends before we killed it, or before sys.exit() of the user's own
         at = error["time"] if error else self._ended.get(rank, time.time())
         code = -signal.SIGKILL if code is None else code  # it dies as soon as it can
         return RankEnd(rank, code, error, self.logs / f"rank-{rank}.log", killed, at, self.killed.get(rank, False), kills)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from drumline.core.files import following, numbered
 from drumline.core.launcher import OnOutOfMemory
 from drumline.core.plan import Plan
-from drumline.core.process import tied
+from drumline.core.process import say, tied
 from drumline.core.signals import LauncherSignals
+from drumline.core.urls import FETCHED, is_url
 from drumline.errors import NotSaved, UserError
 from drumline.hardware.detect import detect, free_bytes
 from drumline.launchers.environment import listen
@@ -101,7 +102,7 @@ def launch(
             report_failure(cause, ends, attempt, max(failed_at, 0), reason, again, events_path, memory_line)
             if reason is not None:
                 return 1
-            resume = newest_or(resume, run_dir)
+            resume = newest_or(resume, run_dir, plan.config.checkpoint.apart)
 
 
 def launch_trial(plan: Plan, plan_path: Path, name: str, on_progress: Callable[[str, int, int | None], None]) -> int:
@@ -115,9 +116,24 @@ def launch_trial(plan: Plan, plan_path: Path, name: str, on_progress: Callable[[
     return launch(plan, plan_path, None, follow, trial=True)
 
 
-def newest_or(resume: str | None, run_dir: Path) -> str:
-    """Where a run goes on that was started before: at its newest checkpoint, else where it was to begin."""
-    return "newest" if resume is None or any((run_dir / "checkpoints").glob("step-*")) else resume
+def _is_of(path: str, resume: str) -> bool:
+    """Whether a checkpoint that was read is the one that `resume` names: its folder, its run's, or a URL, of which a copy was read."""
+    return Path(path).parent.name == FETCHED if is_url(resume) else Path(path).is_relative_to(resume)
+
+
+def newest_or(resume: str | None, run_dir: Path, apart: bool) -> str:
+    """Where a run goes on that was started before: where it was to begin, until it has saved after that; then at its newest checkpoint.
+    One of its own that it was to begin at has become the newest, but where the files of checkpoints lie `apart`."""
+    if resume in (None, "newest"):
+        return "newest"
+    saved = False
+    for event in read(run_dir / "events.jsonl"):
+        if isinstance(event, Restore):
+            if event.path is not None and _is_of(event.path, resume):
+                saved = not apart and Path(event.path).resolve().parent == (run_dir / "checkpoints").resolve()
+        elif isinstance(event, Save):
+            saved = saved or event.path is not None
+    return "newest" if saved else resume
 
 
 def furthest_step(run_dir: Path) -> int:
@@ -156,23 +172,20 @@ def _report_end(ends: list[RankEnd], code: int, signal: int, plan: Plan) -> None
     """The line of an end on purpose, once for all ranks."""
     reports = [end for end in ends if end.error and end.error.get("exit_code") == code]
     if reports:
-        print(f"{'stopped' if code == 75 else 'error'}: {reports[0].message}", file=sys.stderr)
+        say(f"{'stopped' if code == 75 else 'error'}: {reports[0].message}")
     elif code == 75:
-        print("stopped: before the first step, nothing was lost — go on with --resume", file=sys.stderr)
+        say("stopped: before the first step, nothing was lost — go on with --resume")
     elif code == NotSaved.rank_code:
         # The disk had no room for the rank's own error either.
         room = f"about {plan.checkpoint_bytes:,} bytes needed, {free_bytes(Path(plan.run_dir)):,} free in {plan.run_dir}"
         other = plan.config.checkpoint.fallback_dir
         fix = "free some, and go on with --resume" + (f" and the folder of this run in {other}, if that took it" if other else "")
-        print(f"error: the last checkpoint could not be written: no space: {room} — {fix}", file=sys.stderr)
+        say(f"error: the last checkpoint could not be written: no space: {room} — {fix}")
     elif code == 1 and signal:
-        print(
-            "error: asked to stop, but the ranks did not save in time and were killed — go on from the newest checkpoint with --resume",
-            file=sys.stderr,
-        )
+        say("error: asked to stop, but the ranks did not save in time and were killed — go on from the newest checkpoint with --resume")
     elif code:
         cause = root_cause(ends)
-        print(f"error: {cause.name} {cause.message}; see {cause.log}", file=sys.stderr)
+        say(f"error: {cause.name} {cause.message}; see {cause.log}")
 
 
 def report_failure(
@@ -180,16 +193,16 @@ def report_failure(
 ) -> None:
     """On stderr and as an event. `again`: how it goes on where there is no `reason` to stop. `memory_line`: where memory ran out."""
     if memory_line is None:
-        print(f"\n{report(cause, ends)}\n", file=sys.stderr)
+        say(f"\n{report(cause, ends)}\n")
     if hang := hang_of(cause):  # on a disk that stalls this waits: the terminal comes first
         EventLog(events_path).emit(Hang(attempt=attempt, host=cause.host or None, **hang))
         for end in ends:
             write_stacks(end.log.parent, (end.error or {}).get("stacks", {}))
     first = f"error: {cause.name} failed after step {step}: {memory_line or cause.message.splitlines()[0]}"
     if reason is not None:
-        print(f"{first} — {reason}; see {cause.log}", file=sys.stderr)
+        say(f"{first} — {reason}; see {cause.log}")
     else:
-        print(*([first] if memory_line else []), f"starting again from the newest checkpoint ({again})", sep="\n", file=sys.stderr)
+        say("\n".join([*([first] if memory_line else []), f"starting again from the newest checkpoint ({again})"]))
     fault = Fault(
         attempt=attempt,
         rank=cause.rank,
@@ -233,12 +246,12 @@ def launch_script(script: Path, arguments: list[str], nproc: int | None, max_res
             cause = root_cause(ends)
             # How far it was is the script's own affair: each start counts.
             reason = "asked to stop" if signals.number else restarts.decide(-1, start, cause.rank, cause.message)
-            print(f"\n{report(cause, ends)}\n", file=sys.stderr)
+            say(f"\n{report(cause, ends)}\n")
             first = f"error: rank {cause.rank} failed: {cause.message.splitlines()[0]}"
             if reason is not None:
-                print(f"{first} — {reason}; see {cause.log}", file=sys.stderr)
+                say(f"{first} — {reason}; see {cause.log}")
                 return 1
-            print(f"{first}\nstarting again ({restarts.left} restarts left)", file=sys.stderr)
+            say(f"{first}\nstarting again ({restarts.left} restarts left)")
 
 
 def _shown(path: Path, stream: TextIO) -> AbstractContextManager[None]:

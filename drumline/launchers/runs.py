@@ -65,7 +65,7 @@ def states(folder: Path) -> list[State]:
 
 def _state(run: Path, holder: lease.Holder | None) -> State:
     events = last(run / "events.jsonl")
-    steps = [step for event in events if type(step := getattr(event, "step", None)) is int]
+    steps = [step for event in events if type(step := getattr(event, "step", None)) is int and step >= 0]
     job, where = queue.job_of(run), "" if holder is None else f"{holder.host} pid {holder.pid}"
     if job is not None:
         where = f"job {job}" + f" on {where}" * bool(where)

@@ -72,6 +72,11 @@ def step_of_allocation() -> list[str]:
     return ["srun", "--kill-on-bad-exit=1", *cores]
 
 
+def requeued() -> bool:
+    """Whether this is a command of a batch script that Slurm runs once more, so that a run of it has been started before."""
+    return not joined() and "SLURM_JOB_ID" in os.environ and _number(os.environ, "SLURM_RESTART_COUNT") > 0
+
+
 def require_one_group() -> None:
     """Raises EnvironmentFault in a heterogeneous job of Slurm, by its first task."""
     if _number(os.environ, "SLURM_HET_SIZE") > 1:

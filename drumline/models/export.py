@@ -97,7 +97,7 @@ def export(
         _require_space(to.parent, trainable)
         _save_reader(plan, source, model, temporary)
         if base is not None:
-            adapters.save_adapter(model, temporary, base, source.revision)
+            adapters.save_adapter(model, temporary, _known_as(source, base), source.revision)
         else:
             model.save_pretrained(temporary)
         if value:
@@ -242,6 +242,13 @@ def _base_of(plan: Plan) -> str:
         what = "the frozen model of this run lies in no folder that a reader could lay the adapter over"
         raise ModelError(what, where=plan.run_dir, fix="export the merged model: leave --adapter out")
     return plan.model_path
+
+
+def _known_as(model: ModelConfig, base: str) -> str:
+    """How a reader on any machine finds the base: one of the hub by its id, in place of the folder of the copy here."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return model.id if model.id is not None and Path(base).is_relative_to(HF_HUB_CACHE) else base
 
 
 def plan_of(run_dir: Path, trust: bool) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +22,9 @@ from drumline.report.sections import short
 
 SURE = 0.05  # of Welch's test: a difference that is less likely by chance counts
 LAST = 0.1  # part of the common steps whose mean a curve is judged by
-LOWER, HIGHER = (
-    ("loss", "perplexity", "kl"),
-    ("accuracy", "exact_match", "reward", "tokens/s", "utilisation", "chosen", "margin", "f1", "ended"),
-)
+# Words in a curve's name that say which way is better. Those of UNKNOWN say that nothing does.
+LOWER, UNKNOWN = {"loss", "perplexity", "kl", "error"}, {"rejected", "std", "coefficient"}
+HIGHER = {"accuracy", "exact", "reward", "tokens/s", "utilisation", "chosen", "margin", "f1", "ended"}
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,12 @@ def _final(points: Points, last: int) -> float | None:
 def _direction(name: str, run: RunFacts) -> int:
     if name == f"held out: {run.config.get('eval.metric')}":
         return 1 if run.config.get("eval.mode") == "max" else -1
-    lower = any(part in name for part in LOWER)
-    return -1 if lower else 1 if any(part in name for part in HIGHER) else 0
+    kind, _, of = name.partition(": ")
+    # Behind the colon stands what users name: of held-out sets before a slash, of rewards all of it.
+    parts = {*re.split("[_ ]", of.rpartition("/")[2] if kind == "held out" else kind)}
+    if parts & UNKNOWN:
+        return 0
+    return -1 if parts & LOWER else 1 if parts & HIGHER else 0
 
 
 def welch(one: list[float], other: list[float]) -> float | None:

@@ -100,12 +100,11 @@ def _by_rank(run: RunFacts) -> list[dict[str, Any]]:
             found[event["step"]] = ranks
     most = max(map(len, found.values()), default=0)
     if most > 8:
-        named: dict[str, Callable[[list[float]], float]] = {"least": min, "most": max}
+        named = {"least": {step: min(ranks) for step, ranks in found.items()}, "most": {step: max(ranks) for step, ranks in found.items()}}
     else:
-        named = {f"rank {rank}": (lambda ranks, rank=rank: ranks[rank] if rank < len(ranks) else ranks[-1]) for rank in range(most)}  # type: ignore[misc]
+        named = {f"rank {rank}": {step: ranks[rank] for step, ranks in found.items() if rank < len(ranks)} for rank in range(most)}
     return [
-        {"name": name, "color": place, **binned([(step, value(ranks)) for step, ranks in sorted(found.items())], MOST_POINTS)}
-        for place, (name, value) in enumerate(named.items())
+        {"name": name, "color": place, **binned(sorted(points.items()), MOST_POINTS)} for place, (name, points) in enumerate(named.items())
     ]
 
 
@@ -335,7 +334,6 @@ def repeat(run: RunFacts) -> str | None:
     here = run.config.get("launch.kind", "local") == "local" and isinstance(world, int) and run.config.get("launch.nproc") is None
     return (
         f"drumline train {shlex.quote(str(folder / 'config.yaml'))} {shlex.quote(override('run.dir', f'{folder}-again'))}"
-        + f" --nproc {world}" * here
         + f" --nproc {world}" * here
     )
 

@@ -168,14 +168,20 @@ class RunFacts:
         return repr(sorted(rest.items(), key=lambda item: item[0])) if self.config else str(self.folder)
 
     @property
+    def before(self) -> int:
+        """Steps that were done in another folder, which this run goes on from."""
+        first = next((event for event in self.events if event["kind"] in ("restore", "step")), {"kind": "none"})
+        return int(first["step"]) if first["kind"] == "restore" else 0
+
+    @property
     def goodput(self) -> float | None:
-        """The part of the time that went into steps, each counted once: the mean of their seconds × the last step, over all attempts and
-        what lay between a fault and the next start."""
+        """The part of the time that went into steps, each counted once: the mean of their seconds × how many were done here, over all
+        attempts and what lay between a fault and the next start."""
         seconds = self.points("step", "seconds")
         ends = [each.start["t"] if before.fault else before.start["t"] + before.seconds for before, each in pairwise(self.attempts)]
         ends += [each.start["t"] + each.seconds for each in self.attempts[-1:]]
         spent = sum(end - each.start["t"] for end, each in zip(ends, self.attempts, strict=True))
-        worth = fmean(value for _, value in seconds) * seconds[-1][0] if seconds else 0.0
+        worth = fmean(value for _, value in seconds) * (seconds[-1][0] - self.before) if seconds else 0.0
         return min(1.0, worth / spent) if spent > 0 else None
 
     @property

@@ -232,7 +232,7 @@ class Progress:
     def _on_fault(self, event: events.Fault) -> None:
         # The launcher has reported it at length; the display shows that the run waits for new ranks.
         self.fault = event
-        self.restarts += event.action == "restart"
+        self.restarts += event.action in ("restart", "replan")
 
     def _on_preempt(self, event: events.Preempt) -> None:
         self._print(f"{event.signal}: saved at step {event.step}")

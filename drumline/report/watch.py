@@ -50,6 +50,7 @@ class Live:
         self.points: dict[str, list[tuple[int, float]]] = {}
         self.lines: deque[str] = deque(maxlen=MOST_LINES)
         self.seconds: dict[int, float] = {}  # of each step, the last word
+        self.before: int | None = None  # steps that were done in another folder
         self.began = self.last = 0.0
         self.fresh: dict[str, Any] = {}
         self.state: dict[str, Any] = {"status": "planned", "restarts": 0}
@@ -76,7 +77,10 @@ class Live:
         elif kind == "planned":
             memory = mapping(event.get("memory"))
             state |= {"limit": number(event.get("limit")), "planned": number(memory.get("reserved"))}
+        elif kind == "restore":
+            self.before = event["step"] if self.before is None else self.before
         elif kind == "step":
+            self.before = self.before or 0
             self.seconds[event["step"]] = number(event.get("seconds")) or 0.0
             state |= {"status": "running", "step": event["step"], "memory": event.get("memory_bytes"), "goodput": self._goodput()}
             state |= {key: number(event.get(key)) for key in ("loss", "lr", "tokens_per_s")}
@@ -91,7 +95,7 @@ class Live:
 
     def _goodput(self) -> float | None:
         """As RunFacts has it, so far."""
-        worth = sum(self.seconds.values()) / len(self.seconds) * max(self.seconds)
+        worth = sum(self.seconds.values()) / len(self.seconds) * (max(self.seconds) - (self.before or 0))
         return min(1.0, worth / (self.last - self.began)) if self.last > self.began else None
 
     def message(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:

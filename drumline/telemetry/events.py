@@ -335,7 +335,8 @@ def _parsed(line: str) -> tuple[Event | None, bool]:
         return None, False
     if type(at := values.get("t", 0)) not in (int, float) or not 0 <= at < MOST_TIME:
         return None, False
-    if type(step := values.get("step", None if values["kind"] in COUNTED else 0)) is not int or step < 0:
+    counted = values["kind"] in COUNTED
+    if type(step := values.get("step", None if counted else 0)) is not int or step < (0 if counted else -1):  # -1: before the first
         return None, False
     event = Event.of(values)
     return event, all(getattr(event, name) is not None or values.get(there) is None for name, (there, *_) in event.types.items())

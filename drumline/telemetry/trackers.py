@@ -183,7 +183,7 @@ def _warn(name: str, error: Exception) -> None:
     print(f"warning: {name} gets no more metrics, the run goes on: {_line(error)}", file=sys.stderr)
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     return redact(f"{class_and_line(error)}: {' '.join(str(error).split())[:200]}")
 
 
@@ -218,7 +218,7 @@ class Callbacks:
         for path, callback in [*self.called.items()]:
             try:
                 getattr(callback, hook, lambda values: None)(plain(event.values()))
-            except Exception as error:  # noqa: BLE001 - a user's own code may raise anything, and none of it is worth the run
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own code may raise anything, none of it worth the run
                 del self.called[path]
                 print(f"warning: callback {path}.{hook} raised {_line(error)}; it is not called again, the run goes on", file=sys.stderr)
 

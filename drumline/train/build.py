@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ from drumline.checkpoint.save import Checkpointer
 from drumline.core.load import refused, saved_config
 from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
-from drumline.core.urls import is_url
+from drumline.core.urls import FETCHED, is_url
 from drumline.data.cache import TokenCache, verify_in_background
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
@@ -47,7 +47,6 @@ from drumline.train.saving import Saver
 from drumline.train.state import Goodput, TrainState
 from drumline.train.streams import Batches, FirstPass, Streams, build_streams, fixed_width
 
-FETCHED = "fetched"  # in the run folder: the copy of a checkpoint at another run's URL, until it is read
 MODEL = re.compile(r"(^|(?<=/))model\.")  # the section of weights, of the policy or of another role (ROLE/model.…)
 
 
@@ -68,7 +67,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
     searched = time.time() - began
     engine = _engine(plan, device, start.checkpoint_keys if start else frozenset())
     goodput.end_part("model")
-    checkpointer = checkpointer_of(plan, config.eval.mode)
+    checkpointer = checkpointer_of(plan, _mode(plan))
     if memory is not None:
         memory.begin()
     if start is not None:
@@ -165,7 +164,12 @@ def _meter(plan: Plan, ranks: Ranks) -> Meter:
     return Meter(str(torch.cuda.get_device_properties(number).uuid), seen > 1 or ranks.local_rank == 0, ranks.local_rank == 0)
 
 
-def checkpointer_of(plan: Plan, mode: Literal["min", "max"]) -> Checkpointer:
+def _mode(plan: Plan) -> str:
+    """What rates its checkpoints (`Retention`)."""
+    return f"{plan.config.eval.mode} {plan.config.eval.metric}"
+
+
+def checkpointer_of(plan: Plan, mode: str) -> Checkpointer:
     """What writes the checkpoints of a run. Collective."""
     saves, root = plan.config.checkpoint, Path(plan.run_dir) / "checkpoints"
     return Checkpointer(root, saves.keep, saves.keep_best, mode, saves.asynchronous, url=saves.url, replicas=saves.replicas)
@@ -248,7 +252,7 @@ class Start:
 
 def _newest(plan: Plan) -> Found:
     """The newest whole checkpoint of a run; where its files may lie on several disks or at a URL, put together on each disk. Collective."""
-    saves, root, mode = plan.config.checkpoint, Path(plan.run_dir) / "checkpoints", plan.config.eval.mode
+    saves, root, mode = plan.config.checkpoint, Path(plan.run_dir) / "checkpoints", _mode(plan)
     if not saves.apart:
         return newest(root, saves.verify)
     ranks = RankGroup.all(error_type=CheckpointError)

@@ -22,8 +22,9 @@ from drumline.errors import UserError
 from drumline.hardware.detect import cache_dir, likely_gpus
 from drumline.launchers.environment import die_with_launchers, first_rank, launched_by
 from drumline.launchers.lease import Lease
+from drumline.launchers.local import newest_or
 from drumline.launchers.stages import stages
-from drumline.launchers.tasks import become, require_rendezvous, step_of_allocation, torchrun_of_node
+from drumline.launchers.tasks import become, requeued, require_rendezvous, step_of_allocation, torchrun_of_node
 from drumline.report.bars import aside, bars, notes
 from drumline.report.page import at_end
 from drumline.report.progress import Progress
@@ -99,10 +100,14 @@ def requested(
         over = _laid_over(accelerate_config)
         read = reader(config)
         loaded = read(overrides, over)
-        if resume is not None or loaded.resume is not None:
+        start = resume or loaded.resume
+        if start is not None:
             loaded = read(overrides, over, trusted=False)
+        if requeued():
+            made = loaded.config
+            start = newest_or(start, Path(made.run.dir or default_run_dir(loaded.path)), made.checkpoint.apart)
         notes(loaded.notes)
-        return Request(loaded, world_size or loaded.config.launch.processes(), resume or loaded.resume, allow)
+        return Request(loaded, world_size or loaded.config.launch.processes(), start, allow)
 
     return request if launched_by() else _joined(request())
 

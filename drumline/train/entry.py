@@ -19,6 +19,7 @@ from drumline.checkpoint.remote import Store, copy_run_files
 from drumline.core import heartbeat
 from drumline.core.explain import plan_line, strategy_name
 from drumline.core.plan import Plan
+from drumline.core.process import say
 from drumline.core.signals import StopFlag
 from drumline.dist.start import Ranks, drawn, start, stop
 from drumline.errors import DrumlineError, EnvironmentFault, Preempted, TrainingStopped
@@ -29,7 +30,7 @@ from drumline.telemetry.events import Emit, Event, EventLog, Export, Number, Run
 from drumline.telemetry.measure import planned
 from drumline.telemetry.trackers import Callbacks, open_sinks
 from drumline.telemetry.watched import Devices
-from drumline.train.failure import note, recording, say, watched
+from drumline.train.failure import note, recording, watched
 from drumline.train.state import Goodput
 
 

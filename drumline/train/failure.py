@@ -8,11 +8,10 @@ import json
 import os
 import re
 import resource
-import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from drumline.core.files import write_whole
 from drumline.core.out_of_memory import Exhausted
 from drumline.core.plan import Plan
+from drumline.core.process import say
 from drumline.core.redact import redact, redacted_streams
 from drumline.dist.start import leave_process
 from drumline.errors import DrumlineError, Preempted
@@ -190,13 +190,6 @@ def _write(path: Path, noted: dict[str, object]) -> None:
         write_whole(path, json.dumps({"message": {"message": noted["message"], "extraInfo": stack, "drumline": noted}}))
     except OSError as full:
         say(f"could not note the failure in {path}: {full}")
-
-
-def say(text: str) -> None:
-    """Print to the rank's log."""
-    # The log may lie on a full disk. The exit code, by which the launcher decides how to go on, must not depend on that.
-    with suppress(OSError):
-        print(text, file=sys.stderr)
 
 
 @contextmanager

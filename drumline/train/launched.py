@@ -90,7 +90,7 @@ def _plan(make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack
         if ranks.attempt:
             _require_no_stop(plan)
         if ranks.attempt or _is_same(run_dir / LAUNCH, mark):
-            request = replace(request, resume=newest_or(request.resume, run_dir))
+            request = replace(request, resume=newest_or(request.resume, run_dir, plan.config.checkpoint.apart))
         _, start = claim_run_dir(plan, request)
         write_whole(run_dir / LAUNCH, json.dumps(mark))
         # The other ranks have read neither the YAML nor its secrets.

@@ -25,12 +25,13 @@ from drumline.core.run import RunConfig
 from drumline.core.urls import is_url
 from drumline.data.samples import indexed
 from drumline.dist.seeds import derive
-from drumline.dist.start import leave_process
+from drumline.dist.start import Ranks, leave_process
 from drumline.errors import CheckpointError, DataError, DrumlineError, EnvironmentFault, UserError
 from drumline.foreign import disk_errors
 from drumline.hardware.detect import detect
 from drumline.launchers.environment import first_rank_reports
 from drumline.launchers.lease import Lease
+from drumline.launchers.local import newest_or
 from drumline.parallel.engine import OpenEngine
 from drumline.telemetry.events import Step
 from drumline.train.failure import note
@@ -80,13 +81,17 @@ def plan_of(
     return resolve(config, run_dir=run_dir, machine=detect(), world_size=world_size, facts=None, model_path=None, data=None)
 
 
-def claim(plan: Plan, resume: object, allow: tuple[str, ...], stack: ExitStack) -> None:
-    """On rank 0, for which `stack` gets the folder's lease: make the run folder and write the plan into it.
+def claim(plan: Plan, resume: bool | str | Path, allow: tuple[str, ...], stack: ExitStack) -> bool | str:
+    """On rank 0, for which `stack` gets the folder's lease: make the run folder and write the plan into it. Returns what to go on from: a
+    checkpoint, or True for the newest one.
 
     Raises EnvironmentFault for a folder that another run is in, CheckpointError where the config differs in what the run depends on.
     """
     run_dir = Path(plan.run_dir)
     stack.enter_context(Lease(run_dir))
+    if Ranks.from_environment().attempt > 0 or os.environ.get("DRUMLINE_ATTEMPT", "0") != "0":  # torchrun or `drumline launch`: once more
+        resume = newest_or(None if isinstance(resume, bool) else str(resume), run_dir, plan.config.checkpoint.apart)
+    resume = resume == "newest" or (resume if isinstance(resume, bool) else str(resume))
     checkpoints = run_dir / "checkpoints"
     if not resume and run_dir.is_dir() and any(run_dir.glob("*.jsonl")):
         fix = "go on with it by resume=True, or choose another run_dir"
@@ -108,6 +113,7 @@ def claim(plan: Plan, resume: object, allow: tuple[str, ...], stack: ExitStack) 
     with disk_errors("cannot write the run folder", str(run_dir), EnvironmentFault, "choose another run_dir"):
         checkpoints.mkdir(parents=True, exist_ok=True)
         plan.save(run_dir / "plan.json")
+    return resume
 
 
 class Model:
@@ -338,11 +344,6 @@ def scalar(value: Any, device: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach().to(device, torch.float64, non_blocking=True)
     return torch.full((), float(value), dtype=torch.float64, device=device)
-
-
-def restarted() -> bool:
-    """Whether `drumline launch` has started this again after a failure."""
-    return os.environ.get("DRUMLINE_ATTEMPT", "0") != "0"
 
 
 def print_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -47,7 +47,7 @@ from drumline.train import own
 from drumline.train.build import Start, checkpointer_of, memory_of
 from drumline.train.entry import MainReporter, Reporter, run_start
 from drumline.train.failure import fresh
-from drumline.train.own import MAIN, Engines, Model, Trained, claim, plan_of, print_error, report, require_one_model, restarted, scalar
+from drumline.train.own import MAIN, Engines, Model, Trained, claim, plan_of, print_error, report, require_one_model, scalar
 from drumline.train.saving import Saver
 from drumline.train.state import Flight, Goodput, TrainState, judge
 from drumline.vendor.torch import tree_map_only
@@ -86,7 +86,7 @@ class Session:
         ranks = Ranks.from_environment()
         where = str(run_dir or default_run_dir(Path(sys.argv[0] or "session")))
         self.plan = plan_of(strategy, precision, global_samples, micro_batch, where, ranks.world_size, options)
-        self.resume, self.allow, self.units, self.tp_plan = resume or ranks.attempt > 0 or restarted(), allow, units, tp_plan
+        self.resume, self.allow, self.units, self.tp_plan = resume, allow, units, tp_plan
         self.started, self.stack = time.time(), ExitStack()
         self._logged, self._epoch = (0, self.started, 0), 0.0
         self._models: dict[str, Trained] = {}
@@ -109,7 +109,7 @@ class Session:
         self.device = f"cuda:{gpu(self.ranks)}" if plan.device == "cuda" else "cpu"
         self.gather = Gather(self.ranks.rank, self.ranks.world_size, self.device, counts=plan.mesh.counts(self.ranks.rank))
         try:
-            RankGroup.all(error_type=EnvironmentFault).first(lambda: claim(plan, self.resume, self.allow, self.stack))
+            self.resume = RankGroup.all(error_type=EnvironmentFault).first(lambda: claim(plan, self.resume, self.allow, self.stack))
         except EnvironmentFault:
             self.stack.close()
             if self.owns:

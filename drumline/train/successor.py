@@ -41,7 +41,8 @@ def take_over(known: dict[str, Any]) -> int:
 
         plan = Plan.load(path)
         hosts.await_agents()
-        code = launcher.start(plan, path, newest_or(known["resume"], run_dir), lambda event: None, Replanner(plan, path), hosts)
+        resume = newest_or(known["resume"], run_dir, plan.config.checkpoint.apart)
+        code = launcher.start(plan, path, resume, lambda event: None, Replanner(plan, path), hosts)
     at_end(plan)
     return code
 

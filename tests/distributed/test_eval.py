@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from drumline.checkpoint.load import newest
 from drumline.errors import CheckpointError, ConfigError, EnvironmentFault, UserError
-from drumline.inference.evaluate import answers, evaluate, harness
+from drumline.inference.evaluate import answers, evaluate, harness, model_of
 from tests.harness import chat_rows, drumline, events, survivors, write_config, write_rows
 from tests.tiny import tiny_model_dir, tiny_task
 
@@ -96,6 +98,12 @@ def test_lm_eval_is_asked_for_by_name_when_it_is_missing(config: Path, run: Path
         harness(run, [], None, ["arc_easy"], None, None)
 
 
+def test_lm_eval_s_model_may_be_a_checkpoint(run: Path) -> None:
+    place = newest(run / "checkpoints", verify=False, alone=True).path
+    assert place is not None
+    assert isinstance(model_of(place)["pretrained"], torch.nn.Module) and isinstance(model_of(run)["pretrained"], str)
+
+
 def test_lm_eval_scores_an_export_and_a_checkpoint(config: Path, run: Path, tmp_path: Path) -> None:
     """A task of our own, since the harness's are on the hub: the export through its loader, the newest checkpoint from memory."""
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
@@ -109,6 +117,9 @@ def test_lm_eval_scores_an_export_and_a_checkpoint(config: Path, run: Path, tmp_
             export.rename(run / "hidden")
     (run / "hidden").rename(run / "export")
     assert found[0] == found[1] and 0 <= found[0]["acc"] <= 1
+    (run / "eval.json").unlink()
+    assert harness(config, [], newest(run / "checkpoints", verify=False, alone=True).path, ["drum_tiny"], 5, tmp_path) == 0
+    assert json.loads((run / "eval.json").read_text())["lm_eval"]["tasks"]["drum_tiny"] == found[0], "into the run of the YAML"
     with pytest.raises(EnvironmentFault, match=r"lm-eval failed: .*nosuch"):
         harness(run, [], None, ["nosuch"], None, None)
 

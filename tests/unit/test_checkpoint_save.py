@@ -111,7 +111,7 @@ def test_newest_and_best_stay(tmp_path: Path) -> None:
     save(Checkpointer(tmp_path, 1, True, "min", False), 6, 3.0)
     assert steps(tmp_path) == [2, 6]
     save(Checkpointer(tmp_path, 1, True, "max", False), 7, 2.0)
-    assert steps(tmp_path) == [6, 7]
+    assert steps(tmp_path) == [7], "values of another rating are not compared"
     save(Checkpointer(tmp_path, 1, False, "max", False), 8, 1.0)
     assert steps(tmp_path) == [8]
 

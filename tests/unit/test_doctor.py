@@ -6,6 +6,7 @@ import io
 import json
 import os
 import socket
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,18 @@ def test_a_line_across_two_pieces_is_whole(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("drumline.doctor.diagnose.PIECE", 64)
     text = "fine\n" * 30 + "a line that is longer than a piece: " + "y" * 80 + " CUDA out of memory\n" + "fine\n" * 30 + FULL_DISK
     assert [(each.signature.name, each.evidence.line) for each in found(text)] == [("cuda-oom", 31), ("disk-full", 62)]
+
+
+def test_a_log_full_of_matches_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gigabytes of one error are counted, not kept: neither their text nor a record of each line."""
+    monkeypatch.setattr("drumline.doctor.diagnose.PIECE", 2**14)
+    log = io.BytesIO((FULL_DISK + "fine\n" * 500).encode() * 1500)  # 3.9 MB, two matches in most pieces
+    tracemalloc.start()
+    [one] = ordered(search(log, "x"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert one.lines == 1500 and one.evidence.line == 1
+    assert peak < 2**18
 
 
 def test_other_programs_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from drumline.launchers.local import _progress, exit_code, newest_or, next_attempt
 from drumline.launchers.postmortem import RankEnd, Restarts, exhausted, read_error, report, root_cause
-from drumline.telemetry.events import Eval, EventLog, Restore
+from drumline.telemetry.events import Eval, EventLog, Restore, Save
 
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
 
@@ -191,7 +191,26 @@ def test_a_rank_that_waited_and_said_nothing_is_not_blamed() -> None:
     assert "memory" not in report(silent[0], silent) and "hung" in report(silent[0], silent)
 
 
-def test_a_run_goes_on_where_it_was_to_begin_until_it_has_a_checkpoint(tmp_path: Path) -> None:
-    assert newest_or(None, tmp_path) == "newest" and newest_or("/other/run", tmp_path) == "/other/run"
-    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
-    assert newest_or("/other/run", tmp_path) == "newest"
+@pytest.mark.parametrize(
+    ("named", "read"), [("/other/run", "/other/run/checkpoints/step-00000004"), ("s3://b/run", "r/fetched/step-00000004")]
+)
+def test_a_run_goes_on_where_it_was_to_begin_until_it_has_saved(tmp_path: Path, named: str, read: str) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    saved: dict[str, Any] = {"seconds": 1.0, "bytes": 1, "blocked_seconds": 0.0}
+    log.emit(Save(step=9, path="checkpoints/step-00000009", error=None, **saved))  # of a start before, which it has left
+    log.emit(Restore(step=4, path=read, seconds=1.0, skipped=[]))
+    assert (
+        newest_or(None, tmp_path, False) == newest_or("newest", tmp_path, False) == "newest" and newest_or(named, tmp_path, False) == named
+    )
+    log.emit(Save(step=5, path=None, error="no space", **saved))
+    assert newest_or(named, tmp_path, False) == named
+    log.emit(Save(step=6, path="checkpoints/step-00000006", error=None, **saved))
+    log.emit(Restore(step=6, path="checkpoints/step-00000006", seconds=1.0, skipped=[]))
+    assert newest_or(named, tmp_path, False) == "newest"
+
+
+def test_one_of_its_own_is_the_newest_once_it_was_read(tmp_path: Path) -> None:
+    own = str(tmp_path / "checkpoints" / "step-00000002")
+    assert newest_or(own, tmp_path, False) == own
+    EventLog(tmp_path / "events.jsonl").emit(Restore(step=2, path=own, seconds=1.0, skipped=[]))
+    assert newest_or(own, tmp_path, False) == "newest" and newest_or(own, tmp_path, True) == own

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from drumline.launchers.hosts import link
 from drumline.launchers.hosts.facts import facts, machine_of, require_same_versions
 from drumline.launchers.spec import LocalLauncher
 from drumline.launchers.ssh.spec import SSHLauncher
-from drumline.launchers.ssh.start import ssh_command
+from drumline.launchers.ssh.start import _target, ssh_command
 from drumline.planner.cluster import cluster_here
 
 DATA = {"data": {"train": [{"kind": "digits"}]}}
@@ -184,6 +185,24 @@ def test_what_is_no_host_is_refused(hosts: list[str]) -> None:
 def test_a_port_that_is_held_is_said_before_data_are_prepared() -> None:
     with listen(None) as held, pytest.raises(EnvironmentFault, match=r"launch\.port: port \d+ is held by pid \d+"):
         SSHLauncher(hosts=("127.0.0.1",), port=held.getsockname()[1]).make_hosts()
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh (apt-get install openssh-client)")
+def test_another_user_or_a_forwarded_port_is_another_host(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("Host box\n HostName localhost\n Port 2201\n")
+    spec = SSHLauncher(hosts=("localhost",), options=("-F", str(tmp_path / "config")))
+    assert [_target(spec, place).here for place in ("localhost", "nobody@localhost", "box")] == [True, False, False]
+
+
+def test_of_hosts_that_come_and_go_those_that_are_there_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[list[str]] = []
+    monkeypatch.setattr("drumline.launchers.hosts.gathered.compare", lambda *_: None)
+    monkeypatch.setattr("drumline.launchers.preflight.require", lambda reached, plan: compared.append(sorted(reached)))
+    monkeypatch.setattr(SSHLauncher, "reach", lambda self: dict.fromkeys(self.hosts))
+    spec = SSHLauncher(hosts=("a", "b", "c"), nodes={"min": 1})  # type: ignore[arg-type]
+    for there in (["a", "c"], ["a"]):
+        spec.compare(None, SimpleNamespace(there=lambda there=there: there))  # type: ignore[arg-type]
+    assert compared == [["a", "c"]]
 
 
 def test_the_command_of_a_host_is_quoted() -> None:

@@ -141,3 +141,15 @@ def test_a_launcher_without_the_lease_ends_before_it_writes(elastic: ElasticHost
     with pytest.raises(DrumlineError, match="has taken the run over"):
         elastic._require_right()
     assert time.monotonic() < until
+
+
+def test_a_host_that_is_lost_while_it_is_compared_may_come_back(elastic: ElasticHosts) -> None:
+    def require(name: str) -> None:
+        if name == "b":
+            elastic.remotes[name].link = None
+        raise EnvironmentFault(f"host {name}: gives no answer, or differs")
+
+    there(elastic, "a", "b", "c")
+    elastic.require = require
+    elastic._refuse(["b", "c"])
+    assert elastic._refused == {"c"}

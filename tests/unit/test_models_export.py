@@ -12,14 +12,18 @@ import pytest
 import torch
 
 from drumline import __version__
+from drumline.checkpoint.load import pointed
+from drumline.checkpoint.remote import choose
 from drumline.checkpoint.save import Checkpointer
 from drumline.core.config import Config
 from drumline.core.mesh import Mesh
+from drumline.core.model import ModelConfig
 from drumline.core.plan import BatchPlan, Plan, Predicted
 from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault
+from drumline.inference.model import open_plan
 from drumline.models import export as module
 from drumline.models.build import build_model
-from drumline.models.export import export
+from drumline.models.export import _known_as, export, plan_of
 from drumline.models.shards import canonical_tensors
 from drumline.models.templates import read_template
 from tests.tiny import CHATML, tiny_model_dir
@@ -97,6 +101,47 @@ def test_the_checkpoint_that_was_asked_for(run: Path, tmp_path: Path, which: Any
     assert origin.pop("torch") == torch.__version__ and origin.pop("transformers")
     assert origin == {"drumline": __version__, "run": str(run), "checkpoint": f"step-{step:08d}", "step": step, "dtype": "fp32"}
     assert left_over(tmp_path) == []
+
+
+def test_the_best_of_those_that_are_kept(tmp_path: Path) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    checkpointer = Checkpointer(root, keep=2, keep_best=False, mode="min", asynchronous=False)
+    for step, metric in enumerate((1.0, 2.0, 3.0), start=1):
+        checkpointer.save(step, {"model.w": torch.ones(1)}, {"step": step}, metric)
+        checkpointer.wait()
+    assert [path.name for path in sorted(root.glob("step-*"))] == ["step-00000002", "step-00000003"]
+    best = pointed(root, "best")
+    assert best is not None and best.name == "step-00000002"
+    (root / "best").write_text("step-00000001\n")  # of an older version, which had removed it
+    assert choose(f"file://{tmp_path / 'run'}", "best")[1] == "checkpoints/step-00000003"
+
+
+def test_values_of_another_metric_are_not_compared(tmp_path: Path) -> None:
+    """After `--allow eval.metric`; those of an older version, which does not say what they are of, count."""
+    root, found = tmp_path / "checkpoints", []
+    for step, (mode, metric) in enumerate([("min loss", 1.1), ("min loss", 1.5), ("max acc", None), ("max acc", 0.6), ("max acc", 0.5)], 1):
+        checkpointer = Checkpointer(root, keep=2, keep_best=True, mode=mode, asynchronous=False)
+        checkpointer.save(step, {"model.w": torch.ones(1)}, {"step": step}, metric)
+        checkpointer.wait()
+        best = pointed(root, "best")
+        found.append(best and int(best.name[-2:]))
+    assert found == [1, 1, 3, 4, 4]
+    assert sorted(int(path.name[-2:]) for path in root.glob("step-*")) == [4, 5]
+
+
+def test_a_damaged_shard_is_found_by_whoever_reads_it(run: Path, tmp_path: Path) -> None:
+    shard = next((run / "checkpoints" / "step-00000002").glob("*.distcp"))
+    data = bytearray(shard.read_bytes())
+    data[-200] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"distcp.*sha256"):
+        open_plan(plan_of(run, False), run / "checkpoints" / "step-00000002")
+
+
+def test_the_base_of_an_adapter_has_its_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    copy, name = tmp_path / "hub" / "models--a--b" / "snapshots" / "1", ModelConfig(id="a/b")
+    assert _known_as(name, str(copy)) == "a/b" and _known_as(name, "/elsewhere") == "/elsewhere"
 
 
 def test_texts_end_where_a_template_ends_answers(tmp_path: Path) -> None:

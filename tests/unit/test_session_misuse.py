@@ -81,3 +81,22 @@ def test_each_session_of_a_process_says_its_mistake(tmp_path: Path, capsys: pyte
         with pytest.raises(UserError), session(tmp_path / name) as s:
             s.prepare(build(), sgd)
     assert capsys.readouterr().err.count("build is a Linear that is made already") == 2
+
+
+def test_a_restart_goes_on_from_what_was_saved_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the checkpoint that the first start was given."""
+
+    def to(steps: int, **options: object) -> int:
+        with session(tmp_path, **options) as s:
+            model, _ = s.prepare(build, sgd)
+            began = int(s.steps)
+            for batch in s.batches(ROWS, collate, steps=steps):
+                s.backward(*loss_of(model, batch))
+                s.step()
+                s.save(every=1)
+        return began
+
+    named = tmp_path / "run" / "checkpoints" / "step-00000001"
+    assert to(1) == 0 and to(2, resume=named) == 1
+    monkeypatch.setenv("DRUMLINE_ATTEMPT", "1")
+    assert to(3, resume=named) == 2

@@ -182,13 +182,14 @@ class ElasticHosts(Hosts):
     def _refuse(self, new: list[str]) -> None:
         """Send those of the hosts that came away that differ."""
         for name in new:
+            remote = self.remotes[name]
+            before = remote.link
             try:
                 self.require(name)
             except EnvironmentFault as fault:
                 print(f"note: goes on without it: {fault.line()}", file=sys.stderr)
-                self._refused.add(name)
-                remote = self.remotes[name]
-                if (link := remote.link) is not None:
+                if (link := remote.link) is not None and link is before:  # else it was lost meanwhile, and may come back
+                    self._refused.add(name)
                     link.send({"do": "end"})
                     link.close()
                     remote.link = None

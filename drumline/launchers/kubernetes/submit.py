@@ -66,7 +66,9 @@ def submission_of(launch: KubernetesLauncher, request: Request) -> Submission:
     path = PurePosixPath(launch.workdir) / f"{stem}.yaml"
     more = ["--resume", request.resume] if request.resume else []
     allow = ["--allow", ",".join(request.allow)] if request.allow else []
-    command = ("python", "-m", "torch.distributed.run", "-m", "drumline", "train", str(path), *more, *allow)
+    # With --resume a pod takes no word of the config for it.
+    trust = ["--trust-remote-code"] if loaded.config.model.trust_remote_code else []
+    command = ("python", "-m", "torch.distributed.run", "-m", "drumline", "train", str(path), *more, *allow, *trust)
     return Submission(launch, f"run-{stem}-{secrets.token_hex(3)}", text, path, command)
 
 

@@ -104,7 +104,8 @@ def _end(rank: int, logs: Path, killed: bool, stopped_by: int) -> RankEnd:
         return RankEnd(rank, error["exit_code"], error, log, killed=True, at=error["time"], host=error["host"])
     try:
         noted = json.loads((logs / f"rank-{rank}.end").read_text())
-        return RankEnd(rank, noted["exitcode"], error, log, at=noted["time"], host=noted["host"], kills=tuple(noted["kills"]))
+        code = noted["exitcode"] or (error["exit_code"] if error else 0)  # sys.exit() of the user's own code is no end of a run
+        return RankEnd(rank, code, error, log, at=noted["time"], host=noted["host"], kills=tuple(noted["kills"]))
     except OSError:
         pass
     if killed:
@@ -130,7 +131,7 @@ def run(plan: Plan, plan_path: Path, resume: str | None, on_oom: OnOutOfMemory, 
     (run_dir / END).unlink(missing_ok=True)
     ranks, before = StepRanks(options), furthest_step(run_dir)
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
-        resume = newest_or(resume, run_dir)
+        resume = newest_or(resume, run_dir, plan.config.checkpoint.apart)
     with Lease(run_dir):
         _preflight(plan, run_dir)
         code = launch(plan, plan_path, resume, lambda event: None, worker=worker, on_oom=on_oom, ranks=ranks)

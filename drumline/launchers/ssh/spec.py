@@ -110,7 +110,9 @@ class SSHLauncher(HostsLauncher):
 
         super().compare(plan, early)
         if self.preflight and len(self.hosts) > 1:
-            require(self.reach(), plan)
+            there = early.there()  # of hosts that come and go, some may not be up
+            if len(reached := {name: each for name, each in self.reach().items() if name in there}) > 1:
+                require(reached, plan)
 
     def reach(self) -> Mapping[str, Reached]:
         from drumline.launchers.ssh.start import reach

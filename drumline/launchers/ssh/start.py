@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import shlex
 import sys
 import threading
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from drumline.core.launcher import Reached
 from drumline.core.network import addresses, handed_on, is_here, is_loopback, require_interface, source_address
@@ -97,9 +98,10 @@ def ssh_command(spec: SSHLauncher, name: str, module: str = AGENT) -> list[str]:
 def make_hosts(spec: SSHLauncher, known: Message | None = None) -> Hosts:
     """The hosts of a spec, without agents. `known`: of a launcher that follows another, what its host knows. Raises EnvironmentFault for a
     name without an address."""
-    found = known["addresses"] if known else {place: _addresses(spec, place) for place in spec.places}
+    targets = {} if known else {place: _target(spec, place) for place in spec.places}
+    found = known["addresses"] if known else {place: target.addresses for place, target in targets.items()}
     peers = [each[0] for each in found.values() if each]
-    here = {known["name"]} if known else {place for place, each in found.items() if each and is_here(each[0])}
+    here = {known["name"]} if known else {place for place, target in targets.items() if target.here}
     ssh = SSH(spec, here)
     own_address = _own_address(spec, peers)
     if known is None and spec.port is not None:
@@ -117,8 +119,9 @@ def make_hosts(spec: SSHLauncher, known: Message | None = None) -> Hosts:
 
 def reach(spec: SSHLauncher) -> dict[str, Reached]:
     """Each host, for `drumline doctor`: no agent is needed. Raises EnvironmentFault for a name without an address."""
-    found = {place: next(iter(_addresses(spec, place)), "") for place in spec.places}
-    here = {place for place, address in found.items() if address and is_here(address)}
+    targets = {place: _target(spec, place) for place in spec.places}
+    found = {place: next(iter(target.addresses), "") for place, target in targets.items()}
+    here = {place for place, target in targets.items() if target.here}
     own = _own_address(spec, [address for address in found.values() if address])
     return {place: Reached(own if place in here else found[place], partial(_run, spec, place, place in here)) for place in spec.places}
 
@@ -165,8 +168,15 @@ def make_elastic(spec: SSHLauncher, plan: Plan, plan_path: Path, hosts: ElasticH
     hosts.joins_at = Save if plan.config.checkpoint.steps else Step
 
 
-def _addresses(spec: SSHLauncher, place: str) -> list[str]:
-    """Of the host that ssh means by a name; none where it goes by another host. Raises EnvironmentFault for a name without an address."""
+class Target(NamedTuple):
+    """What ssh means by a name. `addresses`: none where it goes by another host; `here`: it is this host, and this user."""
+
+    addresses: list[str]
+    here: bool
+
+
+def _target(spec: SSHLauncher, place: str) -> Target:
+    """Raises EnvironmentFault for a name without an address."""
     name = place.replace("[", "").replace("]", "")
     try:
         code, out, err = run_command(["ssh", "-G", *spec.options, name])
@@ -177,12 +187,14 @@ def _addresses(spec: SSHLauncher, place: str) -> list[str]:
         raise EnvironmentFault(what, where="launch.options", fix="mend the arguments of ssh")
     known = dict(line.split(" ", 1) for line in out.splitlines() if " " in line)
     if any(known.get(proxy, "none") != "none" for proxy in PROXIES):
-        return []
+        return Target([], False)
     found = addresses(known.get("hostname", name))
     if not found:
         fix = "give a name that resolves, an IP address, or a Host of ~/.ssh/config"
         raise EnvironmentFault(f"the host {place!r} has no address", where="launch.hosts", fix=fix)
-    return found
+    # Another port of loopback may be forwarded to a container, or to a machine elsewhere.
+    forwarded = is_loopback(found[0]) and known.get("port", "22") != "22"
+    return Target(found, is_here(found[0]) and not forwarded and known.get("user") in (None, pwd.getpwuid(os.getuid()).pw_name))
 
 
 def _own_address(spec: SSHLauncher, peers: list[str]) -> str:
