@@ -139,11 +139,12 @@ def test_a_mistake_under_srun_is_one_line(cluster: Slurm, config: Path, tmp_path
     assert "launch.nproc is 3, but srun has started 2 processes" in done.err
 
 
-def test_a_batch_script_of_the_user_s_own_goes_on_when_it_is_requeued(cluster: Slurm, config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("nodes", [2, 1])
+def test_a_batch_script_of_the_user_s_own_goes_on_when_it_is_requeued(cluster: Slurm, config: Path, tmp_path: Path, nodes: int) -> None:
     run, log = tmp_path / "run", tmp_path / "log"
     body = f"#!/bin/bash\n{sys.executable} -m drumline train {config} run.dir={run} run.steps=2000\n"
     (tmp_path / "own.sh").write_text(body)
-    options = ("--parsable", "--nodes=2", "--requeue", "--open-mode=append", f"--output={log}")
+    options = ("--parsable", f"--nodes={nodes}", "--requeue", "--open-mode=append", f"--output={log}")
     job = cluster.call("sbatch", *options, tmp_path / "own.sh").stdout.strip()
     wait_for(run, "save", 20)
     cluster.call("scontrol", "requeue", job)
