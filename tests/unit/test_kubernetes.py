@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,9 @@ def test_paths_beside_the_yaml_stay_relative(tmp_path: Path) -> None:
     sent = yaml.safe_load(submission.config)
     assert sent["model"]["chat_template"] == "chat.jinja" and sent["run"]["dir"] == "/runs/x"
     assert submission.command[-4:] == ("--resume", "newest", "--allow", "optimizer.lr")
+    model = loaded.config.model.model_copy(update={"trust_remote_code": True})
+    trusting = replace(loaded, config=loaded.config.model_copy(update={"model": model}))
+    assert submission_of(loaded.config.launch, Request(trusting, resume="newest")).command[-1] == "--trust-remote-code"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
