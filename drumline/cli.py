@@ -322,8 +322,7 @@ def main(arguments: list[str] | None = None) -> None:
         with Stoppable():
             _run(arguments, speaks=first_rank())
     except DrumlineError as error:
-        say(f"error: {redact(error.line())}")
-        raise SystemExit(error.exit_code) from None
+        raise SystemExit(_report(error)) from None
     except Interrupted as stop:
         if first_rank():
             say(f"stopped: {stop} — start it again")
@@ -333,11 +332,16 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:  # noqa: BLE001 - a bug: one line for the user, the traceback in a file
         if isinstance(error, PermissionError) and error.filename:
             fault = EnvironmentFault("permission denied", where=str(error.filename), fix="ask its owner, or name another")
-            say(f"error: {redact(fault.line())}")
-            raise SystemExit(fault.exit_code) from None
+            raise SystemExit(_report(fault)) from None
         raise SystemExit(_report_bug(error)) from None
     finally:
         let_go_of_output()
+
+
+def _report(error: DrumlineError) -> int:
+    """Print an error's line. Returns its exit code."""
+    say(f"error: {redact(error.line())}")
+    return error.exit_code
 
 
 def _report_bug(error: Exception) -> int:
@@ -347,9 +351,7 @@ def _report_bug(error: Exception) -> int:
 
     with tempfile.NamedTemporaryFile("w", prefix="drumline-", suffix=".txt", delete=False, encoding="utf-8", errors="replace") as file:
         file.write(redact("".join(traceback.format_exception(error))))
-    line = DrumlineError(f"unexpected error: {first_line(error)}", fix=f"please report it, with {file.name}").line()
-    say(f"error: {redact(line)}")
-    return DrumlineError.exit_code
+    return _report(DrumlineError(f"unexpected error: {first_line(error)}", fix=f"please report it, with {file.name}"))
 
 
 def _run(arguments: list[str], speaks: bool) -> None:

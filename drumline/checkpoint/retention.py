@@ -53,7 +53,7 @@ class Retention:
         by_age = sorted(self.known.values(), key=lambda manifest: manifest.serial)
         stay = {manifest.step for manifest in by_age[-self.keep :]}
         # Where the best is not kept for its own sake, it is the best of those that are kept.
-        best = self.best() if self.keep_best else best_of((self.known[step] for step in stay), self.mode)
+        best = best_of((self.known[step] for step in (self.known if self.keep_best else stay)), self.mode)
         if best:
             stay.add(best.step)
         if best or any(manifest.rated for manifest in self.known.values()):  # where none is by this metric yet, the newest
@@ -71,9 +71,6 @@ class Retention:
     def remove(self, step: int) -> None:
         folder = self.root / folder_name(step)
         discard(folder, self._trash(folder))
-
-    def best(self) -> Manifest | None:
-        return best_of(self.known.values(), self.mode)
 
     def _trash(self, folder: Path) -> Path:
         return self.root / f"{TRASH}{folder.name}-{secrets.token_hex(4)}"

@@ -23,11 +23,10 @@ from typing import Any
 
 from drumline.core.data import PAIR_FORMS, TEXT_FORMS, Forms
 from drumline.data.questions import first, headed, question_of, system_of, with_context
-from drumline.data.rivals import rivals
+from drumline.data.rivals import Values, rivals
 from drumline.data.turns import TURN, are_texts, calls_of, messages_of, read_talk, rounds_of, transcribed
 from drumline.errors import DataError
 
-Values = Mapping[str, Any]
 Found = tuple[dict[str, Any], set[str]]  # columns under our names, and the names of those that they were made of
 
 PROMPTS = ("prompt", "instruction", "question", "query", "problem", "inputs", "input", "message_1", "document", "article", "dialogue")

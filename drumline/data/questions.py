@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-Values = Mapping[str, Any]
+from drumline.data.rivals import Values
 
 SYSTEMS = ("system", "system_prompt", "system_message")
 CONTEXTS = ("input", "context")  # what an instruction is about

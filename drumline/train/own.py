@@ -31,7 +31,7 @@ from drumline.foreign import disk_errors
 from drumline.hardware.detect import detect
 from drumline.launchers.environment import first_rank_reports
 from drumline.launchers.lease import Lease
-from drumline.launchers.local import newest_or
+from drumline.launchers.local import ATTEMPT, newest_or
 from drumline.parallel.engine import OpenEngine
 from drumline.telemetry.events import Step
 from drumline.train.failure import note
@@ -89,7 +89,7 @@ def claim(plan: Plan, resume: bool | str | Path, allow: tuple[str, ...], stack: 
     """
     run_dir = Path(plan.run_dir)
     stack.enter_context(Lease(run_dir))
-    if Ranks.from_environment().attempt > 0 or os.environ.get("DRUMLINE_ATTEMPT", "0") != "0":  # torchrun or `drumline launch`: once more
+    if Ranks.from_environment().attempt > 0 or os.environ.get(ATTEMPT, "0") != "0":  # torchrun or `drumline launch`: once more
         resume = newest_or(None if isinstance(resume, bool) else str(resume), run_dir, plan.config.checkpoint.apart)
     resume = resume == "newest" or (resume if isinstance(resume, bool) else str(resume))
     checkpoints = run_dir / "checkpoints"
