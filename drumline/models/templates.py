@@ -51,18 +51,24 @@ def _has(tokenizer: Any, token: str) -> bool:
     return number is not None and tokenizer.convert_ids_to_tokens(number) == token
 
 
-def turn_end(tokenizer: Any) -> int | None:
-    """The special token that the chat template puts behind an answer; None if there is no template or no such token. It may differ from the
-    end-of-sequence token: base models often have the template of a chat model."""
+def turn_tail(tokenizer: Any) -> list[int]:
+    """The tokens that the chat template writes from the end of the last answer on: a special token, and what comes behind it (a line break
+    in ChatML). Empty if there is no template or no such token."""
     if not tokenizer.chat_template:
-        return None
+        return []
     content = "answer"
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}, {"role": "assistant", "content": content}], tokenize=False)
     except Exception:  # noqa: BLE001 - a template for other conversations; rows show its error
-        return None
+        return []
     after = tokenizer(text[text.rfind(content) + len(content) :], add_special_tokens=False)["input_ids"]
-    return next((token for token in after if token in special_ids(tokenizer)), None)
+    return next((after[at:] for at, token in enumerate(after) if token in special_ids(tokenizer)), [])
+
+
+def turn_end(tokenizer: Any) -> int | None:
+    """The special token that the chat template puts behind an answer; None if there is no template or no such token. It may differ from the
+    end-of-sequence token: base models often have the template of a chat model."""
+    return next(iter(turn_tail(tokenizer)), None)
 
 
 def end_ids(tokenizer: Any) -> set[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from drumline.core.plan import Plan
-from drumline.data.batches import EpisodeBatch, Episodes, collate_episodes
+from drumline.data.batches import EpisodeBatch, Episodes, Tokens, collate_episodes
 from drumline.data.stream import assign
 from drumline.dist.reduce import add_up
 from drumline.parallel.engine import Engine
@@ -91,11 +91,21 @@ def scores_after(outputs: Any, _batch: EpisodeBatch) -> torch.Tensor:
     return outputs.values().roll(-1, dims=1)[None]
 
 
-def last_scores(scores: Callable[[Episodes], torch.Tensor], episodes: Episodes) -> torch.Tensor:
-    """fp32[N]: the score after the last token of each episode; NaN for one without tokens."""
+def last_scores(scores: Callable[[Episodes], torch.Tensor], tail: Sequence[int], width: int | None, episodes: Episodes) -> torch.Tensor:
+    """fp32[N]: the score after the last token of each episode; NaN for one without tokens. `tail`: what the chat template writes from the
+    end of an answer on. A reward model is trained on whole conversations, so an episode that ended gets the rest of it, where `width`
+    has room."""
+    episodes = Episodes.start(episodes.prompts, [*_closed(episodes, tail, width)], episodes.ended_N.tolist())
     lengths_N = episodes.mask_NM.sum(1)
     scores_N = scores(episodes)[0].gather(1, (lengths_N - 1).clamp(min=0)[:, None]).squeeze(1)
     return torch.where(lengths_N > 0, scores_N, torch.nan)
+
+
+def _closed(episodes: Episodes, tail: Sequence[int], width: int | None) -> Iterator[Tokens]:
+    for prompt, completion in zip(episodes.prompts, episodes.completions, strict=True):
+        room = width is None or len(prompt) + len(completion) + len(tail) - 1 <= width
+        ended = room and len(completion) and [*completion[-1:]] == [*tail[:1]]
+        yield np.concatenate([completion, np.asarray(tail[1:], completion.dtype)]) if ended else completion
 
 
 @dataclass(frozen=True)

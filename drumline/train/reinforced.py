@@ -12,6 +12,7 @@ from drumline.core.rollouts import RolloutSpec
 from drumline.data.cache import TokenCache
 from drumline.data.stream import GlobalBatch
 from drumline.dist.start import Ranks
+from drumline.models.templates import turn_tail
 from drumline.models.tokenizer import pad_token_id
 from drumline.parallel.engine import CompositeEngine, Engine
 from drumline.rl.curriculum import Curriculum
@@ -49,15 +50,15 @@ def reinforced(
         begin=sample.begin,
         rewards=Rewards(algorithm.rewards, Path(plan.base_dir), algorithm.reward_workers),
         reading=reading,
-        readers=build_readers(plan, algorithm, engine, reading, device),
+        readers=build_readers(plan, algorithm, engine, reading, turn_tail(tokenizer), device),
         decode=partial(tokenizer.decode, skip_special_tokens=True),
         emit=emit,
     )
     return objective, rollouts, rollouts.stream(state.step, state.position, state.stream)
 
 
-def build_readers(plan: Plan, algorithm: RolloutSpec, engine: Engine, reading: Reading, device: str) -> Readers:
-    """What reads numbers of episodes from each model. Collective: the frozen models are built."""
+def build_readers(plan: Plan, algorithm: RolloutSpec, engine: Engine, reading: Reading, tail: list[int], device: str) -> Readers:
+    """What reads numbers of episodes from each model. `tail`: as `last_scores` takes it. Collective: the frozen models are built."""
     log_probs = log_probs_of(algorithm.loss_chunk, algorithm.generator.temperature)
     values = algorithm.head == "valued"
     both = log_probs_of(algorithm.loss_chunk, algorithm.generator.temperature, values)
@@ -76,5 +77,8 @@ def build_readers(plan: Plan, algorithm: RolloutSpec, engine: Engine, reading: R
         policy=partial(reading.read, engine, read=both) if needed else None,
         reference=reference,
         value=value,
-        rewards={name: partial(last_scores, partial(reading.read, judge, read=scores_after)) for name, judge in engines.items()},
+        rewards={
+            name: partial(last_scores, partial(reading.read, judge, read=scores_after), tail, reading.width)
+            for name, judge in engines.items()
+        },
     )

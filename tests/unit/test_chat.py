@@ -16,7 +16,7 @@ import torch
 
 from drumline.errors import CheckpointError, DataError, ModelError, UserError
 from drumline.inference.model import CONTROLS, Conversation, Model, Printer, open_model
-from drumline.models.templates import turn_end
+from drumline.models.templates import turn_end, turn_tail
 from tests.harness import ENV, drumline
 from tests.tiny import CHATML, tiny_model_dir, tiny_tokenizer
 from tests.unit.test_models_export import save_steps, write_plan
@@ -66,6 +66,7 @@ def test_it_stops_where_the_template_ends_a_turn(loaded: Model) -> None:
     tokenizer.eos_token = "<|endoftext|>"
     assert turn_end(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>") != tokenizer.eos_token_id
     assert set(Conversation(Model(loaded.module, tokenizer, "x"), 9, 0.0, None).ends) == {0, 2}
+    assert tokenizer.decode(turn_tail(tokenizer)) == "<|im_end|>\n", "what a reward model was trained on behind an answer"
     assert turn_end(tiny_tokenizer(chat_template=None)) is None
     assert turn_end(tiny_tokenizer(chat_template="{{ raise_exception('no') }}")) is None
 

@@ -29,7 +29,7 @@ from drumline.launchers.hosts import link
 from drumline.launchers.hosts.facts import facts, machine_of, require_same_versions
 from drumline.launchers.spec import LocalLauncher
 from drumline.launchers.ssh.spec import SSHLauncher
-from drumline.launchers.ssh.start import _target, ssh_command
+from drumline.launchers.ssh.start import _target, _targets, ssh_command
 from drumline.planner.cluster import cluster_here
 
 DATA = {"data": {"train": [{"kind": "digits"}]}}
@@ -192,6 +192,20 @@ def test_another_user_or_a_forwarded_port_is_another_host(tmp_path: Path) -> Non
     (tmp_path / "config").write_text("Host box\n HostName localhost\n Port 2201\n")
     spec = SSHLauncher(hosts=("localhost",), options=("-F", str(tmp_path / "config")))
     assert [_target(spec, place).here for place in ("localhost", "nobody@localhost", "box")] == [True, False, False]
+
+
+def test_one_machine_under_two_names(tmp_path: Path) -> None:
+    """Its devices would count twice; who gives each its number of ranks means it. Containers share an address, by ports."""
+    (tmp_path / "config").write_text("Host box crate\n HostName 192.0.2.7\n Port 2201\nHost can\n HostName 192.0.2.7\n Port 2202\n")
+
+    def targets(*hosts: str) -> dict[str, Any]:
+        return _targets(SSHLauncher(hosts=hosts, options=("-F", str(tmp_path / "config"))))
+
+    for pair in (("localhost", "127.0.0.1"), ("box", "crate"), ("box", "me@box")):
+        with pytest.raises(EnvironmentFault, match=f"launch.hosts: {pair[0]} and {pair[1]} are one machine"):
+            targets(*pair)
+    for pair in (("localhost:1", "127.0.0.1:1"), ("localhost:1", "127.0.0.1"), ("box", "can"), ("box", "localhost")):
+        assert len(targets(*pair)) == 2
 
 
 def test_of_hosts_that_come_and_go_those_that_are_there_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

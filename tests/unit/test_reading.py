@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from drumline.data.batches import Episodes
-from drumline.rl.reading import Reading
+from drumline.rl.reading import Reading, last_scores
 
 
 def dealt(sizes: list[int], picks: list[int], ranks: int, micro_batch: int) -> list[list[list[int]]]:
@@ -45,3 +46,22 @@ def test_episodes_of_a_prompt_go_together(sizes: list[int], fillers: int, ranks:
     for micro in (micro for rank in of_ranks for micro in rank):
         counts = [sum(pick >= 0 and group[pick] == each for pick in micro) for each in range(len(sizes))]
         assert all(count % together == 0 for count in counts)
+
+
+def test_a_reward_model_reads_the_whole_conversation() -> None:
+    """It was trained on what the template writes behind an answer, too: here 9 and a line break, 5."""
+    asked: list[Episodes] = []
+
+    def scores(episodes: Episodes) -> torch.Tensor:
+        """The number of each token."""
+        asked.append(episodes)
+        rows = [torch.tensor([*map(float, each)]) for each in episodes.completions]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)[None]
+
+    given = [np.asarray(each, np.int64) for each in ([1, 9], [1, 2, 3], [4, 4, 9], [])]
+    episodes = Episodes.start([np.ones(2, np.int64)] * 4, given, [True, False, True, False])
+    read = last_scores(scores, [9, 5], None, episodes).tolist()
+    assert read[:3] == [5, 3, 5] and np.isnan(read[3]) and [len(each) for each in asked[0].completions] == [3, 3, 4, 0]
+    assert [len(each) for each in episodes.completions] == [2, 3, 3, 0], "training sees what was sampled"
+    assert last_scores(scores, [9, 5], 5, episodes).tolist()[:3] == [5, 3, 9], "no room in a fixed width of 5 for the third"
+    assert last_scores(scores, [], None, episodes).tolist()[:3] == [9, 3, 9], "no template"

@@ -98,7 +98,7 @@ def ssh_command(spec: SSHLauncher, name: str, module: str = AGENT) -> list[str]:
 def make_hosts(spec: SSHLauncher, known: Message | None = None) -> Hosts:
     """The hosts of a spec, without agents. `known`: of a launcher that follows another, what its host knows. Raises EnvironmentFault for a
     name without an address."""
-    targets = {} if known else {place: _target(spec, place) for place in spec.places}
+    targets = {} if known else _targets(spec)
     found = known["addresses"] if known else {place: target.addresses for place, target in targets.items()}
     peers = [each[0] for each in found.values() if each]
     here = {known["name"]} if known else {place for place, target in targets.items() if target.here}
@@ -119,7 +119,7 @@ def make_hosts(spec: SSHLauncher, known: Message | None = None) -> Hosts:
 
 def reach(spec: SSHLauncher) -> dict[str, Reached]:
     """Each host, for `drumline doctor`: no agent is needed. Raises EnvironmentFault for a name without an address."""
-    targets = {place: _target(spec, place) for place in spec.places}
+    targets = _targets(spec)
     found = {place: next(iter(target.addresses), "") for place, target in targets.items()}
     here = {place for place, target in targets.items() if target.here}
     own = _own_address(spec, [address for address in found.values() if address])
@@ -173,6 +173,22 @@ class Target(NamedTuple):
 
     addresses: list[str]
     here: bool
+    port: str = "22"
+
+
+def _targets(spec: SSHLauncher) -> dict[str, Target]:
+    """Place → what ssh means by it. Raises EnvironmentFault for a name without an address, and for two names of one machine whose devices
+    would count twice."""
+    targets = {place: _target(spec, place) for place in spec.places}
+    machines: dict[tuple[str, str], str] = {}
+    for host, (place, target) in zip(spec.hosts, targets.items(), strict=True):
+        if host != place or not target.addresses:
+            continue  # its number of ranks is given, or nobody knows the machine
+        first = machines.setdefault(("" if target.here else target.addresses[0], target.port), place)
+        if first != place:
+            fix = "write it once, or give each its number of devices, as in host:4"
+            raise EnvironmentFault(f"{first} and {place} are one machine", where="launch.hosts", fix=fix)
+    return targets
 
 
 def _target(spec: SSHLauncher, place: str) -> Target:
@@ -193,8 +209,10 @@ def _target(spec: SSHLauncher, place: str) -> Target:
         fix = "give a name that resolves, an IP address, or a Host of ~/.ssh/config"
         raise EnvironmentFault(f"the host {place!r} has no address", where="launch.hosts", fix=fix)
     # Another port of loopback may be forwarded to a container, or to a machine elsewhere.
-    forwarded = is_loopback(found[0]) and known.get("port", "22") != "22"
-    return Target(found, is_here(found[0]) and not forwarded and known.get("user") in (None, pwd.getpwuid(os.getuid()).pw_name))
+    port = known.get("port", "22")
+    forwarded = is_loopback(found[0]) and port != "22"
+    here = is_here(found[0]) and not forwarded and known.get("user") in (None, pwd.getpwuid(os.getuid()).pw_name)
+    return Target(found, here, port)
 
 
 def _own_address(spec: SSHLauncher, peers: list[str]) -> str:
