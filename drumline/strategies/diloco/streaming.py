@@ -150,7 +150,8 @@ def cut(tensors: Parts, number: int) -> list[Parts]:
     size = -(-sum(tensor.numel() for tensor in tensors) // number)
     parts, at = [Parts() for _ in range(number)], 0
     for tensor in tensors:
-        flat = tensor.view(-1)
+        # In the order of its memory, which its anchor shares: a weight may be transposed, or of channels last.
+        flat = tensor.permute(sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))).view(-1)
         while flat.numel():
             part, filled = divmod(at, size)
             parts[part].append(flat[: size - filled])
