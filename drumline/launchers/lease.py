@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from drumline.core.files import create_whole, write_whole
-from drumline.core.process import ProcessId, this_process
+from drumline.core.process import ProcessId, say, this_process
 from drumline.errors import EnvironmentFault
 from drumline.foreign import disk_errors
 
@@ -201,6 +201,24 @@ def request_stop(run_dir: Path, token: str) -> None:
     """Have the holder of a run folder stop as by SIGTERM, on whichever host it is. Raises EnvironmentFault."""
     with disk_errors("cannot be written", str(run_dir / STOP), EnvironmentFault, "stop it as its owner"):
         write_whole(run_dir / STOP, token)
+
+
+def guard(run_dir: Path) -> None:
+    """End this rank when the run folder comes into other hands: its launcher may be suspended, and cannot end it."""
+    own: str | None = None
+    with suppress(OSError, EnvironmentFault):
+        own = token_of(run_dir)
+
+    def look() -> None:
+        while True:
+            time.sleep(RENEW_SECONDS)
+            with suppress(OSError, EnvironmentFault):
+                if token_of(run_dir) not in (own, None):
+                    say(f"error: another launcher has taken {run_dir} over: this rank ends, its own may be suspended")
+                    os._exit(1)
+
+    if own is not None:  # else nobody looks after the folder, as in a trial
+        threading.Thread(target=look, daemon=True, name="drumline-guard").start()
 
 
 def has_lease(token: str, run_dir: Path, seconds: float) -> bool:

@@ -97,7 +97,7 @@ def launch(
                 advice, reason = on_oom(out, max(failed_at, 0))
                 memory_line, again = out.describe() + (f"; {advice}" if advice else ""), "with that plan"
             else:
-                reason = restarts.decide(reached, failed_at, cause.rank, cause.message)
+                reason = restarts.decide(reached, failed_at, cause.rank, cause.message, cause.host)
                 again = f"{restarts.left} restarts left until the next progress"
             report_failure(cause, ends, attempt, max(failed_at, 0), reason, again, events_path, memory_line)
             if reason is not None:

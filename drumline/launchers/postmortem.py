@@ -159,9 +159,9 @@ class Restarts:
     def __init__(self, limit: int) -> None:
         self.limit = self.left = limit
         self.reached = -1
-        self.last: tuple[int, int, str] | None = None
+        self.last: tuple[int, int, str, str] | None = None
 
-    def decide(self, reached: int, failed_at: int, rank: int, message: str) -> str | None:
+    def decide(self, reached: int, failed_at: int, rank: int, message: str, host: str = "") -> str | None:
         """None: start again. Otherwise the reason not to.
 
         `reached`: the last step that any attempt finished. `failed_at`: the last one that this attempt finished (it may have started
@@ -171,7 +171,7 @@ class Restarts:
             self.left, self.reached = self.limit, reached
         if _CERTAIN.match(message):
             return "another start would not help: it is an error of code or of values"
-        this = (failed_at, rank, _NUMBER.sub("#", message))
+        this = (failed_at, rank, host, _NUMBER.sub("#", message))
         if self.last == this:
             when = f"after step {failed_at}" if failed_at >= 0 else "before the first step"
             return f"the same failure came twice {when}: another start would not help"

@@ -51,7 +51,7 @@ def reference(folder: Path, name: str) -> list[torch.Tensor]:
             parameter.data.copy_(weight)
     optimizers = [session_loop.make_optimizer(model) for model in models]
     outer = parameters_to_vector(models[0].parameters()).detach().clone()
-    momentum, size = torch.zeros_like(outer), -(-outer.numel() // number)
+    momentum = torch.zeros_like(outer)
     arrives: dict[int, list[Any]] = {}
     for step in range(1, STEPS + 1):
         weight = sum(len(batches[step - 1][1]) for _, batches, _ in given)
@@ -63,7 +63,7 @@ def reference(folder: Path, name: str) -> list[torch.Tensor]:
             optimizer.step()
         for fragment in range(number):
             if (step - period * (fragment + 1) // number) % period == 0 and step >= period * (fragment + 1) // number:
-                part = slice(fragment * size, (fragment + 1) * size)
+                part = slice(*(outer.numel() * at // number for at in (fragment, fragment + 1)))
                 now = [parameters_to_vector(model.parameters()).detach() for model in models]
                 arrives.setdefault(step + delay, []).append((part, mean([outer[part] - each[part] for each in now], options["bits"])))
         for part, delta in arrives.pop(step, []):

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.faults.live import gone, kill, wait_for
@@ -14,7 +15,8 @@ from tests.faults.test_hangs import WORKER as HANGS
 from tests.faults.test_hangs import plan_of
 from tests.faults.test_launch import end, toy
 from tests.forks import Forked
-from tests.harness import ENV, ROOT, events
+from tests.harness import ENV, ROOT, events, write_config
+from tests.tiny import tiny_model_dir
 
 WORKER = "tests.faults.stepping_worker"
 
@@ -62,3 +64,23 @@ def test_a_host_waits_for_one_that_is_at_work_longer_than_a_step_may_take(tmp_pa
     code, said = end(begin(plan_of(run, behave, kind="ssh", hosts=["localhost:1", "127.0.0.1:1"], max_restarts=0), HANGS))
     assert code == 0, said
     assert not events(run, "hang") and events(run, "eval")[-1]["step"] == 30
+
+
+@pytest.mark.full  # tests/unit/test_launch_takeover.py
+def test_a_host_that_is_told_to_end_leaves_an_elastic_run(tmp_path: Path) -> None:
+    """A spot notice or a shutdown: its agent gets SIGTERM, all save, and the rest goes on; the host itself may come back later."""
+    launch = {"kind": "ssh", "hosts": ["localhost:1", "127.0.0.1:1"], "nodes": {"min": 1}, "preflight": False}
+    path = write_config(
+        tmp_path, tiny_model_dir(tmp_path / "model"), rows=60, launch=launch, batch={"global_samples": 12, "micro_batch": 3},
+        data={"packing": False, "eval": []}, run={"steps": 24, "callbacks": [f"{ROOT}/tests/hosts/pace.py:Pace"]}, checkpoint={"every": 3},
+    )  # fmt: skip
+    (tmp_path / "slow").write_text("0.5")
+    run = tmp_path / "run"
+    process = Forked("drumline", "train", path, env=ENV, cwd=ROOT)
+    wait_for(run, "step", 4, process)
+    agents = [child for child in psutil.Process(process.pid).children() if any("hosts.agent" in part for part in child.cmdline())]
+    agents[-1].send_signal(signal.SIGTERM)
+    code, out = end(process)
+    assert code == 0 and "goes on without host 127.0.0.1: it was asked to end, and has saved" in out, out
+    assert [event["step"] for event in events(run, "step")] == [*range(1, 25)], "no step was lost or taken twice"
+    assert [event["world_size"] for event in events(run, "run_start")] == [2, 1] and not events(run, "fault")

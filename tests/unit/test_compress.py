@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from drumline.errors import ConfigError
 from drumline.parallel.compress import BLOCK, KINDS, Compressor, decode, encode, orthonormal
 from drumline.strategies.diloco.streaming import cut
 from drumline.telemetry.traffic import CommunicatedBytes
@@ -127,4 +128,7 @@ def test_fragments_are_views_of_weights_in_any_layout() -> None:
     for number, parts in enumerate(fragments, 1):
         for part in parts:
             part.add_(number)
+    assert [sum(map(torch.Tensor.numel, parts)) for parts in cut([torch.zeros(10)], 7)] == [1, 1, 2, 1, 2, 1, 2], "none is empty"
+    with pytest.raises(ConfigError, match=r"strategy\.fragments: 11 fragments of 10 trained weights"):
+        cut([torch.zeros(10)], 11)
     assert {float(entry) for weight in weights for entry in weight.flatten()} == {1.0, 2.0, 3.0}

@@ -144,6 +144,9 @@ def test_crash_loop_is_the_same_step_rank_and_words() -> None:
         assert restarts.decide(4, 4, 0, "OutOfMemory: tried 2.00 GiB at 0x7fff") is None
         reason = restarts.decide(*second)
         assert (reason is not None) == loops
+    lost = Restarts(9)
+    assert lost.decide(4, -1, 1, "its host is down", "b") is None
+    assert lost.decide(4, -1, 1, "its host is down", "c") is None, "another host is another failure"
     early = Restarts(9)
     assert early.decide(-1, -1, 0, "x") is None
     assert "before the first step" in (early.decide(-1, -1, 0, "x") or "")

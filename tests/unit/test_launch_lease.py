@@ -126,6 +126,24 @@ def test_what_is_no_lease_is_waited_for_and_taken_away(tmp_path: Path, text: byt
         assert time.monotonic() - began >= 0.6 and has_lease(held.token, tmp_path, 0.0)
 
 
+GUARDED = "import sys, time; from pathlib import Path; from drumline.launchers import lease\nlease.RENEW_SECONDS = 0.05\n"
+GUARDED += "lease.guard(Path(sys.argv[1])); print('guarded', flush=True)\ntime.sleep(600)"
+
+
+def test_a_rank_ends_when_another_launcher_has_its_folder(tmp_path: Path) -> None:
+    """Its own is suspended, and cannot end it."""
+    write(tmp_path, token="mine")
+    with subprocess.Popen(
+        [sys.executable, "-c", GUARDED, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as rank:
+        assert rank.stdout and rank.stderr and rank.stdout.readline() == "guarded\n"
+        (tmp_path / NAME).rename(tmp_path / "aside")
+        time.sleep(0.3)
+        assert rank.poll() is None, "a lease is away for a moment while it changes hands"
+        write(tmp_path, token="another")
+        assert rank.wait(30) == 1 and f"another launcher has taken {tmp_path} over" in rank.stderr.read()
+
+
 def test_what_is_no_file_is_refused_in_one_line(tmp_path: Path) -> None:
     for number, make in enumerate((lambda path: path.mkdir(), lambda path: path.symlink_to("/dev/zero"), lambda path: os.mkfifo(path))):
         folder = tmp_path / str(number)

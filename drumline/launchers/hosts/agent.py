@@ -58,6 +58,7 @@ class Host:
         self.gone, self.ended = threading.Event(), False
         self.orders = queue.SimpleQueue[Message | None]()
         self.ranks: HostRanks | None = None
+        self.ordered = False  # a signal came from the launcher
         self.limit = IDLE_SECONDS
         self.elsewhere = defaultdict[str, set[int]](set)  # attempt → exit codes of failed ranks of other hosts
         self.confirmed = time.monotonic()  # when the newest beat was sent that the launcher has heard
@@ -76,6 +77,8 @@ class Host:
             elif order["do"] == "know" and self.heir is not None:
                 self.link.send({"known": self.heir.confirm(order)})
             elif order["do"] == "start":
+                if self.heir is not None:
+                    self.heir.settle()
                 self.link.send(self._start(order))
         lost = self.gone.is_set() and not self.ended
         self.gone.set()
@@ -105,17 +108,20 @@ class Host:
             ends = [] if self.gone.is_set() else ranks.attempt()
         finally:
             self.ranks = None
-        return {"ends": [_reported(end) for end in ends]}
+        return {"ends": [_reported(end) for end in ends], "leaves": bool(self.signals.number) and not self.ordered}
 
     def _listen(self) -> None:
         while (message := self.link.receive()) is not None:
             if "beat" in message:
                 self.confirmed = max(self.confirmed, message["beat"])
             elif message["do"] == "signal":
+                self.ordered = True
                 self.signals.note(message["number"])
             elif message["do"] == "pause":
                 if self.ranks is not None:
                     self.ranks.paused = signal.SIGUSR1
+            elif message["do"] == "saved" and self.heir is not None:
+                self.heir.known = {**self.heir.known, "resume": "newest"}
             elif message["do"] == "elsewhere":
                 self.elsewhere[message["attempt"]].update(message["codes"])
             else:

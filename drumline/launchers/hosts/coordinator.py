@@ -42,7 +42,7 @@ class Starter(Protocol):
     def start(self, name: str, settings: Message) -> None: ...
 
     def ended(self, name: str) -> str | None:
-        """Why an agent is there no longer; None while it may be."""
+        """Why an agent is there no longer, empty where none was started from here; None while it may be."""
 
     def close(self) -> None: ...
 
@@ -266,6 +266,7 @@ class Attempt:
         self.until = float("inf")  # by when each host must have reported
         self.sent_number, self.sent_hurry = False, False
         self.paused = False
+        self.leaving = set[str]()  # hosts whose agents got a signal that is not from here
 
     def run(self, rank: list[str]) -> list[RankEnd]:
         """Raises EnvironmentFault where a host cannot reach the place where ranks meet."""
@@ -291,6 +292,7 @@ class Attempt:
             elif "failed" in message:
                 self._failed(remote, message["failed"])
             elif "ends" in message:
+                self.leaving |= {remote.name} if message["leaves"] else set()
                 self.ends[remote.name] = [self._end(remote, values) for values in message["ends"]]
                 self._failed(remote, [end.exitcode for end in self.ends[remote.name] if end.exitcode])
         return sorted((end for ends in self.ends.values() for end in ends), key=lambda end: end.rank)

@@ -21,8 +21,9 @@ from typing import Any
 from drumline.core.signals import Interrupted, LauncherSignals
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.launchers import lease
-from drumline.launchers.hosts.coordinator import BACK_SECONDS, LOOK_SECONDS, Attempt, Hosts
+from drumline.launchers.hosts.coordinator import BACK_SECONDS, LOOK_SECONDS, Attempt, Hosts, Remote
 from drumline.launchers.hosts.link import Link, Message
+from drumline.launchers.hosts.takeover import RUN_ID
 from drumline.launchers.postmortem import RankEnd
 from drumline.telemetry.events import Event, Save, read
 
@@ -51,12 +52,15 @@ class ElasticHosts(Hosts):
         self.secret = self.known.get("secret", self.secret)
         self.term: int = self.known.get("term", 1)  # counts the launchers of a run
         self.shared: bool = self.known.get("shared", True)
-        self.members = list[str](self.known.get("members", ()))  # that took part last
+        self.members = dict[str, Any](self.known.get("members", {}))  # that took part last, and where each votes
+        self.before = dict[str, Any](self.known.get("before", {}))  # the same of the list before, if not all had confirmed the last
         self._number = 0  # of their list
         self.compared = dict[str, Link | None]()  # host → its agent that was the same
         self._refused = set[str]()  # hosts that came and differ
         self._fitted = list[str]()  # the hosts that were there when those that take part were chosen
+        self._rest = dict[str, float]()  # host that left → monotonic seconds before which it is not asked for
         self._events, self._past, self._next_look = Path(), 0, 0.0
+        self._named = False  # hosts know a checkpoint that the run begins at, and it has saved none yet
 
     def gather(self, stopped: Callable[[], int] = lambda: 0, patience: float = 0.0) -> None:
         """Have an agent on as many hosts as come. Raises EnvironmentFault where they are too few."""
@@ -91,17 +95,23 @@ class ElasticHosts(Hosts):
         """Ask for the hosts that are not there, again and again."""
         while not self._ended.wait(RECALL_SECONDS):
             for name, remote in self.remotes.items():
-                if remote.link is None and name not in self._refused and self.starter.ended(name) is not None:
+                waits = name in self._refused or time.monotonic() < self._rest.get(name, 0.0)
+                if remote.link is None and not waits and self.starter.ended(name) is not None:
                     with suppress(EnvironmentFault):
                         self.begin(remote)
 
     def may_pause(self) -> bool:
         """A host has come, and the run has a checkpoint of this attempt."""
         there, now = self.there(), time.monotonic()
-        if now < self._next_look or there == self._fitted or set(there) <= self.counts.keys() or len(self.counts) >= self.most:
+        may_join = there != self._fitted and not set(there) <= self.counts.keys() and len(self.counts) < self.most
+        if now < self._next_look or not (may_join or self._named):
             return False
         self._next_look = now + EVENTS_SECONDS
-        return any(isinstance(event, self.joins_at) for event in read(self._events)[self._past :])
+        events = read(self._events)[self._past :]
+        if self._named and any(isinstance(event, Save) and event.path for event in events):
+            self._named = False  # only this host may have the events
+            self.send({"do": "saved"})
+        return may_join and any(isinstance(event, self.joins_at) for event in events)
 
     def _attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
         """The ranks of the hosts that are there; more than once where hosts come meanwhile."""
@@ -110,16 +120,34 @@ class ElasticHosts(Hosts):
             self._fit(signals)
             self._require_right()
             self._agree(rank)
-            self._past = len(read(self._events))
+            self._past, self._named = len(read(self._events)), rank[3:] not in ([], ["newest"])
             attempt = Attempt(self, logs, signals)
             ends = attempt.run(rank)
             self._begun = True
             self._require_right()
             # One that was just leaving, since the run is over, dies of the signal that others save at.
-            if not attempt.paused or signals.number or not {75, -signal.SIGUSR1} & {end.exitcode for end in ends}:
+            saved = {75, -signal.SIGUSR1} & {end.exitcode for end in ends}
+            if signals.number or not saved or not (attempt.paused or self._without(attempt.leaving)):
                 return ends
             rank = [*rank[:2], "--resume", "newest"]
             logs = logs.with_name(f"attempt-{int(logs.name.removeprefix('attempt-')) + 1}")
+
+    def _without(self, leaving: set[str]) -> bool:
+        """Whether hosts leave that got a signal from somebody else, and enough are there without them."""
+        if not leaving or len({*self.there()} - leaving) < self.least:
+            return False
+        print(f"note: goes on without host {', '.join(sorted(leaving))}: it was asked to end, and has saved", file=sys.stderr)
+        for name in leaving:
+            self._rest[name] = time.monotonic() + BACK_SECONDS
+            self._dismiss(self.remotes[name])
+        return True
+
+    def _dismiss(self, remote: Remote) -> None:
+        """Send an agent away."""
+        if (link := remote.link) is not None:
+            link.send({"do": "end"})
+            link.close()
+            remote.link = None
 
     def _fit(self, signals: LauncherSignals) -> None:
         """Choose who takes part, as many as there is a plan for. Raises EnvironmentFault where too few hosts come in time."""
@@ -156,22 +184,23 @@ class ElasticHosts(Hosts):
         not."""
         self._number += 1
         run_dir, path = Path(self.run["run_dir"]), Path(self.run["plan"])
-        files = {} if self.shared else {each.name: each.read_text() for each in (path, run_dir / "config.yaml")}
+        files = {} if self.shared else {each.name: each.read_text() for each in (path, run_dir / "config.yaml", run_dir / RUN_ID)}
         known = {**self.run, "host": self.own, "shared": self.shared, "term": self.term, "number": self._number, "files": files}
-        known |= {"members": {name: self.remotes[name].facts["votes"] for name in self.counts}, "resume": "".join(rank[3:]) or None}
+        members = {name: self.remotes[name].facts["votes"] for name in self.counts}
+        known |= {"members": members, "before": self.members, "resume": "".join(rank[3:]) or None}
         for name, mistake in self.ask({"do": "know", **known}, "known", self._same()).items():
             if mistake:
                 raise EnvironmentFault(f"host {name}: {mistake}", where="launch.nodes")
-        self.members = list(self.counts)
+        self.members, self.before = members, {}
 
     def _require_right(self) -> None:
         """Raises DrumlineError where another launcher may go on with the run: nothing more is written then."""
-        here = len(set(self.members) & set(self._same()))
         if self.members and self.shared and not lease.has_lease(self.run["token"], Path(self.run["run_dir"]), 2 * lease.RENEW_SECONDS):
             raise DrumlineError("another host has taken the run over", where=self.run["run_dir"])
-        if not self.shared and 2 * here < len(self.members):
-            what = f"this side has {here} of the {len(self.members)} hosts that took part: fewer than half, so it ends"
-            raise DrumlineError(what, where="launch.nodes", fix="the other side goes on if it has a majority; else go on with --resume")
+        for members in () if self.shared else (self.members, self.before):
+            if 2 * (here := len(members.keys() & {*self._same()})) < len(members):
+                what = f"this side has {here} of the {len(members)} hosts that took part: fewer than half, so it ends"
+                raise DrumlineError(what, where="launch.nodes", fix="the other side goes on if it has a majority; else go on with --resume")
 
     def _abdicate(self) -> None:
         """End on the spot where this side is the smaller one, with the lease as of a dead process: the other side may follow."""
@@ -188,8 +217,6 @@ class ElasticHosts(Hosts):
                 self.require(name)
             except EnvironmentFault as fault:
                 print(f"note: goes on without it: {fault.line()}", file=sys.stderr)
-                if (link := remote.link) is not None and link is before:  # else it was lost meanwhile, and may come back
+                if remote.link is not None and remote.link is before:  # else it was lost meanwhile, and may come back
                     self._refused.add(name)
-                    link.send({"do": "end"})
-                    link.close()
-                    remote.link = None
+                    self._dismiss(remote)

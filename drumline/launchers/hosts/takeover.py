@@ -22,11 +22,22 @@ from drumline.launchers import lease
 from drumline.launchers.hosts.link import Link, Message, call
 from drumline.launchers.hosts.vote import FREE_SECONDS, Place, Voter
 
+RUN_ID = "run_id"  # a file of the run folder: drawn when a run first starts, and the same on all hosts
 LAUNCHER = "drumline.train.successor"
 FIND_SECONDS = 60.0  # for another launcher to be there; with the lease twice as long, as a launcher without hosts waits a minute
 LOOK_SECONDS = 1.0
 ENDED_LOOKS = 5  # a lease is not there for a moment when another host takes it
 TURN_SECONDS = 2.0  # between the first trials of two hosts, so that one usually wins
+
+
+def _is_another(run_dir: Path, order: Message) -> bool:
+    """Whether a folder with checkpoints has another run than a launcher's. Where a user goes on with one, hosts that are there at the
+    start have it."""
+    if order["resume"] is None or (order["term"], order["number"]) == (1, 1):
+        return order["resume"] is None
+    with suppress(OSError):
+        return bool((run_dir / RUN_ID).read_text() != order["files"][RUN_ID])
+    return True
 
 
 class Heir:
@@ -53,10 +64,10 @@ class Heir:
     def confirm(self, order: Message) -> str:
         """Know what a launcher has all hosts know; why not, if so."""
         run_dir = Path(order["run_dir"])
-        members = {name: (address, port) for name, (address, port) in order["members"].items()}
-        if self.own and order["resume"] is None and any((run_dir / "checkpoints").glob("step-*")):
+        lists = ({name: (address, port) for name, (address, port) in order[key].items()} for key in ("members", "before"))
+        if self.own and any((run_dir / "checkpoints").glob("step-*")) and _is_another(run_dir, order):
             return f"{run_dir.absolute()} has checkpoints of another run: go on with --resume, or choose another with run.dir=…"
-        if not self.voter.confirm((order["term"], order["number"]), members):
+        if not self.voter.confirm((order["term"], order["number"]), *lists):
             return "has given its vote to another launcher"
         first, self.known = not self.known, order
         if first and order["shared"]:
@@ -67,6 +78,11 @@ class Heir:
         except OSError as error:
             return f"cannot write its run folder: {error.strerror or error}"
         return ""
+
+    def settle(self) -> None:
+        """All hosts have confirmed what this one has."""
+        self.voter.settle()
+        self.known = {**self.known, "before": {}}
 
     def _watch_lease(self) -> None:
         """All the time: a launcher that follows then need not look at it for as long again. In a thread, as the folder may not answer."""

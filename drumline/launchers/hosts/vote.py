@@ -2,8 +2,9 @@
 
 Each agent has one vote a term, and none while it has a launcher. It gives it to a host that knows no older list of hosts than itself, and
 from then on it hears no launcher of an earlier term. A launcher counts a new list of hosts as soon as all on it have confirmed it. So two
-majorities have a host in common, which has given its vote to one of them alone (after Raft, Ongaro and Ousterhout 2014, with its trial
-votes: who cannot win does not raise the term).
+majorities have a host in common, which has given its vote to one of them alone. Until a host knows that all have confirmed, it needs a
+majority of the list before as well, which others may go by (after Raft, Ongaro and Ousterhout 2014, with its joint majorities and its
+trial votes: who cannot win does not raise the term).
 """
 
 from __future__ import annotations
@@ -37,16 +38,23 @@ class Voter:
         self.known = (0, 0)  # term of the launcher and number of its list of hosts
         self.promised = 0  # the newest term that this vote was given in
         self.members: Mapping[str, Place] = {}
+        self.before: Mapping[str, Place] = {}  # the list that other hosts may still have
         self._free, self._lock = 0.0, threading.Lock()
         threading.Thread(target=self._accept, daemon=True, name="drumline-voter").start()
 
-    def confirm(self, known: tuple[int, int], members: Mapping[str, Place]) -> bool:
-        """Whether a launcher's list of hosts is this host's from now on: not that of a term before the one of its vote."""
+    def confirm(self, known: tuple[int, int], members: Mapping[str, Place], before: Mapping[str, Place]) -> bool:
+        """Whether a launcher's list of hosts is this host's from now on: not that of a term before the one of its vote. `before`: the list
+        that all had confirmed."""
         with self._lock:
             if known[0] < self.promised or known < self.known:
                 return False
-            self.known, self.members = known, members
+            self.known, self.members, self.before = known, members, before
             return True
+
+    def settle(self) -> None:
+        """All have confirmed the list of this host."""
+        with self._lock:
+            self.before = {}
 
     def lose(self) -> None:
         """There is no launcher any more."""
@@ -87,13 +95,14 @@ class Voter:
                 if not trial:
                     self._promise(term)
             votes = self._ask({"term": term, "known": self.known, "trial": trial})
-            if not majority(1 + sum(each["granted"] for each in votes.values()), len(self.members)):
+            granted = {self.name, *(name for name, each in votes.items() if each["granted"])}
+            if not all(majority(len(granted & each.keys()), len(each)) for each in (self.members, self.before) if each):
                 return None
         return term
 
     def _ask(self, question: Message) -> dict[str, Message]:
-        """Other host of the list → its answer, of those that give one."""
-        rest = [(name, place) for name, place in self.members.items() if name != self.name]
+        """Other host of the lists → its answer, of those that give one."""
+        rest = [(name, place) for name, place in {**self.before, **self.members}.items() if name != self.name]
 
         def ask(place: Place) -> Message | None:
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import secrets
 import shlex
 import sys
 import threading
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from drumline.core.files import create_whole
 from drumline.core.launcher import Reached
 from drumline.core.network import addresses, handed_on, is_here, is_loopback, require_interface, source_address
 from drumline.core.plan import Plan
@@ -28,6 +30,7 @@ from drumline.launchers.hosts.elastic import ElasticHosts
 from drumline.launchers.hosts.facts import facts, machine_of, require_same_versions
 from drumline.launchers.hosts.gathered import compare, gathered
 from drumline.launchers.hosts.link import Message
+from drumline.launchers.hosts.takeover import RUN_ID
 from drumline.telemetry.events import Save, Step
 
 if TYPE_CHECKING:
@@ -71,8 +74,9 @@ class SSH:
             print(f"{name}: {redact(line)}", file=sys.stderr)
 
     def ended(self, name: str) -> str | None:
-        agent = self._agents.get(name)
-        return None if agent is None or agent.poll() is None else redact(agent.last()) or f"its agent ended with {agent.returncode}"
+        if (agent := self._agents.get(name)) is None:
+            return ""
+        return None if agent.poll() is None else redact(agent.last()) or f"its agent ended with {agent.returncode}"
 
     def close(self) -> None:
         with self._starting:
@@ -158,13 +162,15 @@ def make_elastic(spec: SSHLauncher, plan: Plan, plan_path: Path, hosts: ElasticH
     """What hosts that come and go need to know of a run."""
 
     def require(name: str) -> None:
-        require_same_versions(facts(), {name: hosts.remotes[name].facts})
+        there = {each: hosts.remotes[each].facts for each in (*hosts.counts, name) if hosts.remotes[each].link is not None}
+        require_same_versions(facts(), there)
         compare(plan, hosts, name)
 
     by_place = dict(zip(spec.places, spec.hosts, strict=True))
     hosts.size = lambda name: spec.count(by_place[name], len(machine_of(hosts.remotes[name].facts).devices))
     hosts.require, hosts.resize = require, resize
     hosts.run |= {"run_dir": plan.run_dir, "plan": str(plan_path), "token": lease.token_of(Path(plan.run_dir))}
+    create_whole(Path(plan.run_dir) / RUN_ID, secrets.token_hex(8).encode())  # where there is none yet
     hosts.joins_at = Save if plan.config.checkpoint.steps else Step
 
 

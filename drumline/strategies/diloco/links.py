@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from drumline.core.network import addresses, is_here
+from drumline.core.network import addresses, is_here, is_loopback
 from drumline.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ ANSWER_SECONDS = 30  # for an answer to a greeting: the other may be inside of a
 SILENT_SECONDS = 10  # since a host that is sent to has answered, or its kernel: then it is gone
 MOST_WAITING = 200  # messages to one host; one that takes none is given up
 LONGEST = 2**36  # bytes of a message
+ONE_CONFIG = "give all hosts one config, and each a run.seed of its own"
 WHERE = "strategy.peers"
 
 
@@ -91,6 +92,10 @@ class Link:
                 return
 
 
+class WrongSecret(ConnectionError):
+    """The other is one of ours, and has another secret."""
+
+
 def greet(connected: socket.socket, secret: bytes, calls: bool) -> Connection:
     """An authenticated connection. Raises OSError where the other is not one of ours, or does not answer."""
     for option, value in (("SO_KEEPALIVE", 1), ("TCP_NODELAY", 1), ("TCP_KEEPIDLE", SILENT_SECONDS // 2), ("TCP_KEEPINTVL", 2),
@@ -105,7 +110,9 @@ def greet(connected: socket.socket, secret: bytes, calls: bool) -> Connection:
             challenge(connection, secret)
     except (AuthenticationError, EOFError, AssertionError, OSError) as error:
         connection.close()
-        raise ConnectionError("who is there does not know the secret") from error
+        if isinstance(error, AuthenticationError):
+            raise WrongSecret("it has another strategy.secret") from error
+        raise ConnectionError("who is there is none of ours") from error
     return connection
 
 
@@ -115,10 +122,15 @@ def _wait_at_most(ends: socket.socket, seconds: int) -> None:
 
 
 def listen(peers: list[str]) -> tuple[int, socket.socket]:
-    """The number of this host's entry, the first that is its own and free, and what listens there. Raises ConfigError."""
+    """The number of this host's entry, the first that is its own and free, and what listens there. Raises ConfigError, also where the
+    names of this host mean loopback here, as Debian's /etc/hosts has them, and those of others do not."""
     taken = False
+    away = any(not is_loopback(address) for host, _ in map(split, peers) for address in addresses(host)[:1])
     for number, (host, port) in enumerate(map(split, peers)):
         for address in filter(is_here, addresses(host)):
+            if away and is_loopback(address):
+                fix = "name an IP address, or give the host its address in /etc/hosts"
+                raise ConfigError(f"{host} is {address} here, which no other host reaches", where=WHERE, fix=fix)
             try:
                 return number, socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
             except OSError:
@@ -146,9 +158,10 @@ class Peers:
     ) -> None:
         """`settings`: what must be the same on all hosts; and `seed`, which must not."""
         self.peers, self.secret, self.settings, self.place, self.reply = peers, secret.encode(), settings, place, reply
-        self.lock = threading.RLock()
+        self.lock, self._looking = threading.RLock(), threading.Lock()
         self.leader: Link | None = None
         self.members: dict[int, Link] = {}
+        self.seeds: dict[int, Any] = {}  # of those that follow, or are about to
         self.newcomers: queue.Queue[tuple[int, list[int], Link]] = queue.Queue()  # number, place
         self.inbox: queue.Queue[Message] = queue.Queue()  # of the leader
         self.gives: dict[int, dict[int, Message]] = {}  # round that is open → what followers came with, by number
@@ -160,7 +173,7 @@ class Peers:
         threading.Thread(target=self._listen, daemon=True, name="drumline-peers").start()
         self._look()
         if self.refused:
-            raise ConfigError(self.refused, where=WHERE, fix="give all hosts one config, and each a run.seed of its own")
+            raise ConfigError(self.refused, where=WHERE, fix=ONE_CONFIG)
         threading.Thread(target=self._look_again, daemon=True, name="drumline-peers").start()
 
     # ------------------------------------------------------------------------------------------------------ to find a leader
@@ -172,10 +185,21 @@ class Peers:
                 self._look()
 
     def _look(self) -> None:
-        for number in range(len(self.peers)):
-            if self.leader is None and number != self.index and number not in self.members:
-                with suppress(OSError):
-                    self._ask_to_lead(number)
+        with self._looking:  # who finds one twice is taken for gone when the first link closes
+            for number in range(len(self.peers)):
+                if self.leader is None and number != self.index and number not in self.members:
+                    try:
+                        self._ask_to_lead(number)
+                    except WrongSecret as error:
+                        self._refuse(f"{self.peers[number]}: {error}")
+                    except OSError:
+                        continue  # not there now
+
+    def _refuse(self, why: str) -> None:
+        """Another host does not take this one; it is asked again, and said once."""
+        if why != self.refused:
+            log.warning("diloco: %s", why)
+        self.refused = why
 
     def _ask_to_lead(self, number: int) -> None:
         link = Link(greet(socket.create_connection(split(self.peers[number]), CONNECT_SECONDS), self.secret, calls=True))
@@ -185,15 +209,14 @@ class Peers:
         answer = link.receive()
         if answer is None or not answer.header.get("welcome"):
             if answer is not None and "refused" in answer.header:
-                self.refused = str(answer.header["refused"])
-                log.warning("diloco: %s", self.refused)
+                self._refuse(str(answer.header["refused"]))
             return link.close()
         link.no_limit()
         with self.lock:
             self.leader = link
             for gone in [*self.members.values(), *(self.newcomers.get_nowait()[2] for _ in range(self.newcomers.qsize()))]:
                 gone.close()
-            self.members, self.gives = {}, {}
+            self.members, self.gives, self.seeds = {}, {}, {}
         log.warning("diloco: %s follows %s", self.peers[self.index], self.peers[number])
         threading.Thread(target=self._follow, args=(link, number), daemon=True, name="drumline-peer").start()
 
@@ -204,7 +227,10 @@ class Peers:
             elif (answer := self.reply(message)) is not None:
                 link.send(*answer)
         link.close()
-        self.leader = None
+        with self.lock:
+            if self.leader is not link:
+                return
+            self.leader = None
         log.warning("diloco: %s has gone; %s goes on without it", self.peers[number], self.peers[self.index])
         self._look()
 
@@ -231,21 +257,23 @@ class Peers:
         number, theirs, place = (greeting.header[key] for key in ("index", "settings", "place"))
         with self.lock:
             leads = self.leader is None and (self.place()[0], -self.index) > (place[0], -number)
-            reason = self._differs(theirs)
+            reason = self._differs(theirs, number)
             if leads and not reason:
                 link.no_limit()
                 link.send({"welcome": True})
+                self.seeds[number] = theirs.get("seed")
                 self.newcomers.put((number, place, link))
                 return
         link.send({"refused": reason} if reason else {"welcome": False})
         link.receive()  # until it has gone
         link.close()
 
-    def _differs(self, theirs: dict[str, Any]) -> str | None:
+    def _differs(self, theirs: dict[str, Any], number: int) -> str | None:
         me = self.peers[self.index]
+        for other, seed in {**self.seeds, self.index: self.settings.get("seed")}.items():
+            if other != number and seed is not None and theirs.get("seed") == seed:
+                return f"{self.peers[other]} has run.seed={seed}, too: both would train on the same samples"
         for key, value in self.settings.items():
-            if key == "seed" and theirs.get(key) == value:
-                return f"{me} has run.seed={value}, too: both would train on the same samples"
             if key != "seed" and theirs.get(key) != value:
                 return f"{key} is {value} on {me}, and {theirs.get(key)} here"
         return None
@@ -271,6 +299,7 @@ class Peers:
         with self.lock:
             if self.members.get(number) is link:
                 del self.members[number]
+                self.seeds.pop(number, None)
                 log.warning("diloco: %s has gone", self.peers[number])
 
     def to_all(self, header: dict[str, Any], payload: torch.Tensor | None = None) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from drumline.core.cost import BLOCK
 from drumline.dist.mesh import side_group
+from drumline.errors import ConfigError
 from drumline.parallel.compress import ALL_GATHER, decode, encode
 from drumline.parallel.native import NativeEngine
 from drumline.strategies.diloco.engine import DiLoCoEngine
@@ -146,14 +147,19 @@ def difference(anchors: Parts, weights: Parts, whole: int) -> torch.Tensor:
 
 
 def cut(tensors: Parts, number: int) -> list[Parts]:
-    """Views of `tensors`, end to end, in `number` parts of as many entries."""
-    size = -(-sum(tensor.numel() for tensor in tensors) // number)
-    parts, at = [Parts() for _ in range(number)], 0
+    """Views of `tensors`, end to end, in `number` parts of as many entries, give or take one. Raises ConfigError where there are fewer."""
+    total = sum(tensor.numel() for tensor in tensors)
+    if total < number:
+        what = f"{number} fragments of {total} trained weights"
+        raise ConfigError(what, where="strategy.fragments", fix="take as many as there are weights at most")
+    stops = [total * (part + 1) // number for part in range(number)]
+    parts, at, part = [Parts() for _ in range(number)], 0, 0
     for tensor in tensors:
         # In the order of its memory, which its anchor shares: a weight may be transposed, or of channels last.
-        flat = tensor.permute(sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))).view(-1)
+        strides = tensor.stride()
+        flat = tensor.permute(sorted(range(tensor.dim()), key=lambda axis: -strides[axis])).view(-1)
         while flat.numel():
-            part, filled = divmod(at, size)
-            parts[part].append(flat[: size - filled])
-            flat, at = flat[size - filled :], at + parts[part][-1].numel()
+            parts[part].append(flat[: stops[part] - at])
+            flat, at = flat[stops[part] - at :], at + parts[part][-1].numel()
+            part += at == stops[part]
     return parts
