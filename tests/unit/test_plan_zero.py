@@ -99,6 +99,7 @@ def test_what_only_the_file_says_is_adopted() -> None:
         ({"scheduler": {"params": {"warmup_max_lr": 1}}}, "scheduler.params.warmup_max_lr is 1"),
         ({"amp": {"enabled": True}}, "amp.enabled true does not go with"),
         ({"fp16": {"loss_scale": 128}}, "fp16.loss_scale 128 does not go with"),
+        ({"bf16": {"check_grad_overflow": False}}, "bf16.check_grad_overflow false does not go with"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param.device is for stage 3"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}}, "NVMe"),
         ({"zero_optimization": {"allgather_bucket_size": "auto"}}, "the plan has no value for auto"),

@@ -50,6 +50,7 @@ NEUTRAL: dict[str, Any] = {
     "fp16.fp16_master_weights_and_grads": False,
     "bf16.bf16_master_weights_and_grads": False,
     "bf16.bf16_optimizer_states": False,
+    "bf16.check_grad_overflow": True,  # without it a step that is to be passed over is taken
     "gradient_allreduce_op": "mean",
     "managed_gradient_accumulation": True,
     "sequence_parallel_size": 1,
