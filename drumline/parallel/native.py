@@ -306,7 +306,7 @@ class NativeEngine(ForwardEngine):
             take_step(self.optimizer)
             self.spread.after_step()
             self.loss_scale.good()
-        else:
+        elif not torch.isfinite(grad_norm):  # what is passed over for another reason, a loss that jumps, has no gradient too large
             self.loss_scale.overflow()
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in self.named.values():

@@ -122,6 +122,9 @@ def test_fp16_scales_its_loss(model_dir: Path, kind: str, monkeypatch: pytest.Mo
         assert got == pytest.approx(wanted, rel=3e-2)
     assert made.rescales() and made.state()["scaler"] == {"scale": 65536.0, "good_steps": 2}
     assert all(t.dtype == torch.float32 for n, t in made.tensors().items() if n.startswith("model.")), "fp32 masters"
+    made.forward_backward(batches(), OBJECTIVE, 46.0)
+    made.step(3e-3, made.grad_norm(), torch.tensor(False))
+    assert made.state()["scaler"] == {"scale": 65536.0, "good_steps": 2}, "a loss that jumps is no overflow"
     made.load_state({"scaler": {"scale": 2.0**40, "good_steps": 5}}, made.tensors())
     before = whole(made)
     made.forward_backward(batches(), OBJECTIVE, 46.0)

@@ -141,6 +141,18 @@ def test_an_overflow_forgets_the_gradient_and_lowers_the_fp16_scale(model_dir: P
     assert all(p.grad is None for p in made.named.values())
 
 
+def test_a_loss_that_jumps_is_no_overflow(model_dir: Path) -> None:
+    made = engine(model_dir, "fp16", precision={"kind": "fp16", "initial_scale": 64.0})
+    train(made, 1)
+    before = {n: t.clone() for n, t in made.tensors().items()}
+    made.forward_backward(batches(), NextToken(16, False).objective, 46.0)
+    norm = made.grad_norm()
+    assert math.isfinite(norm)
+    made.step(1e-2, norm, torch.tensor(False))
+    assert all(torch.equal(t, before[n]) for n, t in made.tensors().items())
+    assert made.state()["scaler"] == {"scale": 64.0, "good_steps": 1}
+
+
 @pytest.mark.slow
 def test_checkpoint_tensors_are_canonical_and_live(model_dir: Path) -> None:
     made = engine(model_dir, compile={"enabled": True})

@@ -212,8 +212,11 @@ class DeepSpeedEngine(ForwardEngine):
         # At an infinite norm DeepSpeed leaves the weights, lowers its loss scale and drops the gradients.
         infinite = torch.full((1,), float("inf"), device=self.engine.device)
         infinite_norm = {"scaled_global_norm": infinite[0], "_get_norm_groups": [infinite[0]], "get_grads_for_norm": ([infinite], {})}
+        kept = dict(vars(self.zero.loss_scaler)) if self.rescales() and torch.isfinite(grad_norm) else {}
         with self._with_norms(infinite_norm[self.measure]):
             self.engine.step()
+        if kept:  # no overflow: the loss jumped
+            vars(self.zero.loss_scaler).update(kept)
 
     def _step(self, lr: float | None, norm: float) -> None:
         # DeepSpeed clips by the same formula, by the norm of its own gradients, which is not measured again. A given norm over more
