@@ -108,7 +108,9 @@ def _exchange(out: torch.Tensor, given: torch.Tensor, out_sizes: list[int], size
 
 
 class Joined:
-    """Several optimizers, as one."""
+    """Several optimizers, as one. `found_inf`: what a fused one among them is to see in its step, as of an optimizer of its own."""
+
+    found_inf: torch.Tensor | None = None
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
@@ -123,6 +125,7 @@ class Joined:
 
     def step(self) -> None:
         for part in self.parts:
+            part.found_inf = self.found_inf  # type: ignore[attr-defined]
             part.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

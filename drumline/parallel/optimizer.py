@@ -28,8 +28,9 @@ def new_optimizer(
     matrices: frozenset[str] = frozenset(),
     make: Callable[[Groups], torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer of the trainable parameters, without state. Weight decay on parameters of two dimensions or more. `matrices`: names
-    of those of two dimensions within blocks, which Muon takes. `make`: in place of the kind's own.
+    """The optimizer of the trainable parameters, without state. Weight decay on parameters of two dimensions or more, and on all of a
+    group that has its own. `matrices`: names of those of two dimensions within blocks, which Muon takes. `make`: in place of the kind's
+    own.
 
     Parameters on another mesh, or on none, are a group of their own: torch takes no mixture. So are those of `options.groups`; a group of
     torch's has its `lr_ratio`.
@@ -38,8 +39,9 @@ def new_optimizer(
     for name, parameter in named.items():
         if parameter.requires_grad:
             chosen, mesh = options.group_of(name), parameter.device_mesh if isinstance(parameter, DTensor) else None
-            own = options.weight_decay if chosen is None or chosen.weight_decay is None else chosen.weight_decay
-            decay, ratio = own if parameter.ndim >= 2 else 0.0, 1.0 if chosen is None else chosen.lr_ratio
+            usual = options.weight_decay if parameter.ndim >= 2 else 0.0
+            decay = usual if chosen is None or chosen.weight_decay is None else chosen.weight_decay
+            ratio = 1.0 if chosen is None else chosen.lr_ratio
             key = (mesh, decay, ratio, name in matrices)  # no more than differ: ZeRO gathers each by itself
             made = {"params": [], "weight_decay": decay, "lr_ratio": ratio, "matrices": name in matrices}
             group = groups.setdefault(key, made)
@@ -69,8 +71,9 @@ def _quantised(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimize
 
 def _muon(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
     rest = [group for group in groups if not group.get("matrices")]
-    made = [Muon([group for group in groups if group.get("matrices")], options)] if len(rest) < len(groups) else []
-    return Joined(*made, *([_adamw(rest, options)] if rest else []))  # type: ignore[return-value]
+    parts = [Muon([group for group in groups if group.get("matrices")], options)] if len(rest) < len(groups) else []
+    parts += [_adamw(rest, options)] if rest else []
+    return parts[0] if len(parts) == 1 else Joined(*parts)  # type: ignore[return-value]
 
 
 def _schedule_free(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:

@@ -18,6 +18,7 @@ from drumline.core.rule import Case
 from drumline.errors import EnvironmentFault, PlanError
 from drumline.parallel.in_turn import InBackward, OnHost
 from drumline.parallel.low import LowAdamW, rounded
+from drumline.parallel.muon import Joined
 from drumline.parallel.norms import global_norm, total_norm
 from drumline.parallel.optimizer import as_saved, build_optimizer, load_saved, optimizer_tensors, set_rate, take_step
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
@@ -160,6 +161,22 @@ def test_in_pure_bf16_small_steps_are_not_lost(seed: int) -> None:
     assert max(ends["stochastic"], ends["kahan"]) < 1.05 * ends["fp32"] < 0.8 * ends["nearest"], ends
 
 
+def test_a_fused_part_passes_over_a_step_like_an_optimizer_of_its_own() -> None:
+    """Where Muon has nothing it is AdamW itself."""
+    options = OptimizerConfig(kind="muon", lr=0.01)
+    assert isinstance(build_optimizer(parameters(), options), torch.optim.AdamW)
+    mine, others = parameters(), parameters(1)
+    joined = Joined(*(build_optimizer(named, OptimizerConfig(lr=0.01)) for named in (mine, others)))
+    for found in (1.0, 0.0):
+        before = [p.detach().clone() for named in (mine, others) for p in named.values()]
+        for p in (*mine.values(), *others.values()):
+            p.grad = torch.ones_like(p)
+        joined.found_inf = torch.tensor(found)
+        take_step(joined)  # type: ignore[arg-type]
+        stays = [torch.equal(b, p) for b, p in zip(before, (*mine.values(), *others.values()), strict=True)]
+        assert all(stays) if found else not any(stays)
+
+
 def test_groups_have_rates_and_decay_of_their_own() -> None:
     groups = [{"match": ["*embed*"], "lr_ratio": 16, "weight_decay": 0.0}, {"match": ["*mlp*", "*norm*"], "lr_ratio": 0.5}]
     options = OptimizerConfig(lr=1e-3, weight_decay=0.1, groups=groups)
@@ -170,6 +187,8 @@ def test_groups_have_rates_and_decay_of_their_own() -> None:
     found = {names[p]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
     assert found == dict(zip(SHAPES, [(0.16, 0.0), (0.005, 0.1), (0.01, 0.1), (0.005, 0.0)], strict=True))
     options.require_groups(list(SHAPES))
+    all_decay = OptimizerConfig(weight_decay=0.1, groups=[{"match": ["norm*"], "weight_decay": 0.3}])
+    assert [g["weight_decay"] for g in build_optimizer(named, all_decay).param_groups] == [0.1, 0.3], "what is written holds for a vector"
     with pytest.raises(PlanError, match=r"'\*mlp\*' matches no parameter that learns"):
         options.require_groups(["embed.weight", "norm"])
 
