@@ -75,13 +75,25 @@ class ActivationOffload:
 
 class _Moved:
     """A storage as uint8. `device`: None while only the host has it; `host`: None of FakeTensors, which the planner traces with; `uses`:
-    saved tensors in it that backward has not had yet."""
+    saved tensors in it that a graph still has."""
 
     def __init__(self, device: Tensor) -> None:
         self.device: Tensor | None = device
         self.place, self.bytes_ = device.device, device.numel()
         self.host: Tensor | None = None
         self.uses = 0
+
+
+class _Saved:
+    """What a graph has in the place of a tensor: it goes when no backward wants it any more, however often it was read."""
+
+    def __init__(self, run: _Run, key: tuple[int, int], tensor: Tensor) -> None:
+        self.run, self.key, self.dtype = run, key, tensor.dtype
+        self.view = tensor.size(), tensor.stride(), tensor.storage_offset()
+        run.moved[key].uses += 1
+
+    def __del__(self) -> None:
+        self.run.let_go(self.key)
 
 
 class _Run:
@@ -101,7 +113,7 @@ class _Run:
         if storage._cdata in self.stays or _of_weight(tensor):
             return tensor
         key = storage._cdata, tensor._version  # an operator in place makes another one of it
-        if (moved := self.moved.get(key)) is None:
+        if key not in self.moved:
             bytes_N = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).view(torch.uint8)
             moved = self.moved[key] = _Moved(bytes_N)
             self.owner.count(storage.nbytes())
@@ -110,8 +122,7 @@ class _Run:
                 moved.host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self.owner.stream is not None)
                 with self.owner.beside():
                     moved.host.copy_(bytes_N, non_blocking=True)
-        moved.uses += 1
-        return moved, tensor.dtype, (tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _Saved(self, key, tensor)
 
     def end(self) -> None:
         """All of it is on its way."""
@@ -120,7 +131,16 @@ class _Run:
     def leave(self) -> None:
         """The device's copy goes, once the host has it."""
         self.wait()
-        for moved in self.moved.values():
+        for moved in [*self.moved.values()]:
+            self.drop(moved)
+
+    def let_go(self, key: tuple[int, int]) -> None:
+        """A saved tensor is gone. After the last one of a storage another may come to lie where it was, under the same key."""
+        moved = self.moved[key]
+        moved.uses -= 1
+        if not moved.uses:
+            del self.moved[key]
+            self.wait()
             self.drop(moved)
 
     def drop(self, moved: _Moved) -> None:
@@ -135,7 +155,7 @@ class _Run:
     @torch.no_grad()
     def fetch(self) -> None:
         """Bring back what its backward wants."""
-        absent = [moved for moved in self.moved.values() if moved.device is None and moved.uses]
+        absent = [moved for moved in [*self.moved.values()] if moved.device is None]
         for moved in absent:
             moved.device = torch.empty(moved.bytes_, dtype=torch.uint8, device=moved.place)
             self.owner.count(moved.bytes_)
@@ -150,15 +170,12 @@ class _Run:
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        moved, dtype, view = packed
+        moved = self.moved[packed.key]
         if moved.device is None:
             self.fetch()
         self.wait()
-        tensor: Tensor = moved.device.view(dtype).as_strided(*view)
-        moved.uses -= 1
-        if not moved.uses:
-            self.drop(moved)
-        return tensor
+        assert moved.device is not None
+        return moved.device.view(packed.dtype).as_strided(*packed.view)
 
 
 def _of_weight(tensor: Tensor) -> bool:

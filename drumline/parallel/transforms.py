@@ -24,7 +24,7 @@ from drumline.core.strategy import CopyOptions
 from drumline.models import losses
 from drumline.models.blocks import blocks
 from drumline.parallel.offload import ActivationOffload
-from drumline.vendor.torch import BatchNorm, TorchDispatchMode
+from drumline.vendor.torch import BatchNorm, TorchDispatchMode, tree_map_only
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ATEN = torch.ops.aten
@@ -182,9 +182,21 @@ def apply_mlp_chunks(model: nn.Module, tokens: int) -> None:
         part.forward = functools.partial(_in_chunks, part.forward, tokens)  # type: ignore[union-attr]
 
 
-def _in_chunks(inner: Any, tokens: int, hidden_BTD: torch.Tensor) -> torch.Tensor:
-    chunks = hidden_BTD.split(max(1, tokens // len(hidden_BTD)), 1)
-    return torch.cat([checkpoint(inner, chunk, use_reentrant=False) for chunk in chunks], 1) if len(chunks) > 1 else inner(hidden_BTD)
+def _in_chunks(inner: Any, tokens: int, hidden_BTD: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`args`, `kwargs`: what else it takes, such as Bloom's residual; of what has the same tokens each chunk gets its own."""
+    rows, length = hidden_BTD.shape[:2]
+    width = max(1, tokens // rows)
+    if length <= width:
+        return inner(hidden_BTD, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def chunk(start: int) -> torch.Tensor:
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[:, start : start + width] if tensor.shape[:2] == (rows, length) else tensor
+
+        given, named = tree_map_only(torch.Tensor, own, ((hidden_BTD, *args), kwargs))
+        return checkpoint(inner, *given, use_reentrant=False, **named)  # type: ignore[no-any-return]
+
+    return torch.cat([chunk(start) for start in range(0, length, width)], 1)
 
 
 def recomputed_by_blocks(model: Any) -> bool:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import BloomConfig, BloomForCausalLM
 
 from drumline.algorithms.base import policy_objective
 from drumline.core.config import Config
@@ -19,8 +21,10 @@ from drumline.core.plan import Layout, Plan
 from drumline.core.rule import Case
 from drumline.core.rules import check_rules
 from drumline.errors import PlanError
+from drumline.models.blocks import set_blocks
 from drumline.models.load import facts, load_config
 from drumline.parallel.offload import ActivationOffload
+from drumline.parallel.transforms import apply_mlp_chunks
 from drumline.planner.cost.activations import formula
 from drumline.planner.cost.memory import memory, offloaded
 from drumline.planner.cost.times import estimate
@@ -210,3 +214,58 @@ def test_refused_in_one_line(name: str) -> None:
 def test_a_mixture_is_not_cut_into_chunks() -> None:
     router = Weight("mlp.gate.weight", (4, 64)), Weight("mlp.experts.gate_up_proj", (4, 64, 64))
     assert chunkable(FACTS) and not chunkable(replace(FACTS, block_weights=(router,)))
+
+
+class _Twice(torch.autograd.Function):
+    """x · w, whose backward reads what was saved twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x * 1.0
+        ctx.save_for_backward(y, w)
+        return y * w
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, w = ctx.saved_tensors[0], ctx.saved_tensors[1]
+        return grads[0] * w, (grads[0] * y).sum((0, 1))
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.linspace(0.5, 1.5, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (x * self.w).square()  # a graph that is gone before the backward; others come to lie where its tensors were
+        return _Twice.apply(x, self.w).tanh() + (x * self.w).sin()
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_what_is_offloaded_is_there_as_long_as_a_graph_has_it(backwards: int) -> None:
+    def grads(offload: bool) -> list[torch.Tensor]:
+        model = nn.Sequential(*(_Block() for _ in range(5)))
+        set_blocks(model, ("_Block",))
+        moves = ActivationOffload(model, "cpu") if offload else None
+        for seed in range(2):
+            loss = model(torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(seed))).sum()
+            for left in reversed(range(backwards)):
+                loss.backward(retain_graph=left > 0)
+        assert moves is None or (moves.moved > 0 and moves.here == 0)
+        return [block.w.grad for block in model.children()]
+
+    assert all(torch.equal(mine, other) for mine, other in zip(grads(True), grads(False), strict=True))
+
+
+def test_a_feed_forward_part_that_takes_more_than_hidden_states_is_cut_with_it() -> None:
+    def step(tokens: int | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2)).eval()  # its mlp adds the residual
+        if tokens is not None:
+            apply_mlp_chunks(model, tokens)
+        ids = torch.arange(24).view(2, 12)
+        model(input_ids=ids, labels=ids).loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for mine, other in zip(step(8), step(None), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
