@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -40,6 +42,7 @@ from drumline.foreign import disk_errors
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 HASHING_THREADS = 8
+BEFORE = re.compile(r"^optim\.(.+)\.compensation$")  # what older checkpoints call compensation.<name>
 SAME = "load it with the model and optimizer it was saved with"
 
 
@@ -131,8 +134,9 @@ def load(path: Path, tensors: dict[str, Tensor], alone: bool = False, partly: bo
 
     def fit() -> list[str]:
         manifest = _structure(path)
-        absent = optional - {_section(name) for name in manifest.tensors}
-        wanted.update((name, tensor) for name, tensor in tensors.items() if _section(name) not in absent)
+        stored = {_today(name): name for name in manifest.tensors}
+        absent = optional - {_section(name) for name in stored}
+        wanted.update((stored.get(name, name), tensor) for name, tensor in tensors.items() if _section(name) not in absent)
         if misfit := _misfit(manifest, wanted):
             raise CheckpointError(misfit, where=str(path), fix=SAME)
         return list(wanted)
@@ -233,8 +237,19 @@ def _require_whole_sections(path: Path, named: set[str]) -> None:
         raise CheckpointError(f"holds {_some(left)}, which this run has no place for", where=str(path), fix=SAME)
 
 
+def compensations(path: Path, tensors: dict[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
+    """name → (name of the weight, zeros like it) for what Kahan sums lost of those of `tensors`, which have no place for it."""
+    names = {_today(name).removeprefix("compensation.") for name in read_manifest(path).tensors if _section(name) == "compensation"}
+    absent = [name for name in names if f"compensation.{name}" not in tensors and f"model.{name}" in tensors]
+    return {f"compensation.{name}": (f"model.{name}", torch.zeros_like(tensors[f"model.{name}"])) for name in absent}
+
+
+def _today(name: str) -> str:
+    return BEFORE.sub(r"compensation.\1", name)
+
+
 def _section(name: str) -> str:
-    return name.partition(".")[0]
+    return _today(name).partition(".")[0]
 
 
 def _some(names: list[str]) -> str:

@@ -59,7 +59,7 @@ class OptimizerGroup(Section):
 
     match: tuple[str, ...] = Field(min_length=1, description="Patterns of parameter names: *.lora_B.*, model.embed_tokens.*")
     lr_ratio: Weight = Field(1.0, description="Their learning rate as a multiple of optimizer.lr; LoRA+: 16 for *.lora_B.*.")
-    weight_decay: float | None = Field(None, ge=0, le=1000, description="Their weight decay, also that of biases and norms; null: as for the rest.")
+    weight_decay: float | None = Field(None, ge=0, le=1000, description="Weight decay of all of them; null: as for the rest.")
 
 
 class OptimizerConfig(Section):

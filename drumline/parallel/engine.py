@@ -18,8 +18,8 @@ from drumline.telemetry.memory_tracker import MemoryStats
 Sums = dict[str, float]
 DeviceSums = dict[str, torch.Tensor]  # fp64 scalars on this rank's device
 Read = Callable[[Any, Any], torch.Tensor]
-# Sections of tensors that only some strategies have: what they hold is lost where another goes on, and they start afresh without.
-OPTIONAL = frozenset({"outer", "value/outer"})
+# Sections of tensors, of any role, that only some runs have: what they hold is lost where another goes on, and they start afresh without.
+OPTIONAL = ("outer", "compensation")
 POLICY = "policy"
 T = TypeVar("T")
 N = TypeVar("N", float, torch.Tensor)

@@ -19,6 +19,8 @@ class LowAdamW(torch.optim.Optimizer):
     The noise is a function of seed and step, the same on all ranks: copies stay equal.
     """
 
+    sections = ("compensation",)  # slots that are a section of a checkpoint, which a run may lack: of `engine.OPTIONAL`
+
     def __init__(self, groups: list[dict[str, Any]], options: OptimizerConfig, precision: PrecisionConfig, seed: int) -> None:
         super().__init__(groups, {"lr": options.lr, "betas": options.betas, "eps": options.eps, "weight_decay": 0.0})
         self.rounding, self.seed = precision.rounding, seed

@@ -206,10 +206,11 @@ def require_zero_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """`optim.<parameter name>.<slot>` → the optimizer's own tensor, for every parameter that has state."""
-    states = optimizer.state
+    """`optim.<parameter name>.<slot>` → the optimizer's own tensor, for every parameter that has state; `<slot>.<parameter name>` of a slot
+    that is a section by itself."""
+    states, sections = optimizer.state, getattr(optimizer, "sections", ())
     return {
-        f"optim.{name}.{slot}": value
+        f"{slot}.{name}" if slot in sections else f"optim.{name}.{slot}": value
         for name, parameter in named.items()
         for slot, value in states.get(parameter, {}).items()
         if isinstance(value, torch.Tensor)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from drumline.checkpoint.disks import Disks, Gatherer, fetch
-from drumline.checkpoint.load import Found, check, load, newest, read_state
+from drumline.checkpoint.load import Found, check, compensations, load, newest, read_state
 from drumline.checkpoint.manifest import make_newest, read_manifest, step_of
 from drumline.checkpoint.memory import Memory
 from drumline.checkpoint.ranks import Ranks as RankGroup
@@ -228,13 +228,14 @@ class Start:
         """Fill the engine; the event has the seconds since `began` (unix). Collective."""
         state = TrainState()
         if self.path is not None:
-            tensors = engine.tensors()
-            load(
-                self.path,
-                tensors,
-                optional=OPTIONAL | {section for name in tensors if (section := name.partition(".")[0]).endswith("/outer")},
-            )
-            saved = read_state(self.path)
+            tensors, saved = engine.tensors(), read_state(self.path)
+            kahan = saved["config"].get("precision", {}).get("rounding") == "kahan"
+            lost = compensations(self.path, tensors) if kahan else {}
+            sections = {name.partition(".")[0] for name in tensors}
+            optional = frozenset(section for section in sections if section.rpartition("/")[2] in OPTIONAL)
+            load(self.path, tensors | {name: value for name, (_, value) in lost.items()}, optional=optional)
+            for weight, value in lost.values():
+                tensors[weight].add_(value)
             state = TrainState(**saved["trainer"])
             before = saved["config"].get("eval", {})
             if any(before.get(key, value) != value for key, value in self.rated_by.items()):

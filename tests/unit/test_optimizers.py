@@ -4,6 +4,10 @@ tests/distributed/test_optimizers.py."""
 from __future__ import annotations
 
 import importlib.util
+import re
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +15,13 @@ import schedulefree
 import torch
 from torch import nn
 
+from drumline.algorithms.base import policy_objective
+from drumline.checkpoint.save import Checkpointer
 from drumline.core.config import Config, OptimizerConfig, PrecisionConfig
 from drumline.core.facts import Weight
+from drumline.core.load import load
 from drumline.core.optimizer import KINDS, refusals
+from drumline.core.plan import Plan
 from drumline.core.rule import Case
 from drumline.errors import EnvironmentFault, PlanError
 from drumline.parallel.in_turn import InBackward, OnHost
@@ -21,7 +29,13 @@ from drumline.parallel.low import LowAdamW, rounded
 from drumline.parallel.muon import Joined
 from drumline.parallel.norms import global_norm, total_norm
 from drumline.parallel.optimizer import as_saved, build_optimizer, load_saved, optimizer_tensors, set_rate, take_step
+from drumline.strategies.build import build_engine
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
+from drumline.train.build import Start
+from drumline.train.setup import Request, make_plan
+from drumline.train.state import TrainState
+from tests.harness import write_config
+from tests.tiny import tiny_model_dir
 
 SHAPES = {
     "embed.weight": (40, 128),
@@ -159,6 +173,52 @@ def test_in_pure_bf16_small_steps_are_not_lost(seed: int) -> None:
             take_step(optimizer)
         ends[rounding] = float(loss.detach())
     assert max(ends["stochastic"], ends["kahan"]) < 1.05 * ends["fp32"] < 0.8 * ends["nearest"], ends
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("low")
+    model = tiny_model_dir(root / "model", layers=1)
+
+    def made(rounding: str, number: int) -> tuple[Plan, Any]:
+        """(plan, engine) after so many steps. `rounding`: fp32 is over fp32 weights."""
+        precision = {"kind": "bf16", **({"master": "bf16", "rounding": rounding} if rounding != "fp32" else {})}
+        folder = Path(tempfile.mkdtemp(dir=root))
+        plan = make_plan(Request(load(write_config(folder, model, precision=precision), []), world_size=1), on_progress=lambda *_: None)
+        engine: Any = build_engine(plan, "cpu")
+        objective = policy_objective(plan.config.algorithm.build())
+        for _ in range(number):
+            engine.forward_backward([plan.config.algorithm.traced_batch(plan, 1, 16, 3)], objective, 16.0)
+            engine.step(1e-3, engine.grad_norm(), torch.tensor(True))
+        return plan, engine
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("kahan", "kahan"), ("old kahan", "kahan"), ("old kahan", "fp32"), ("kahan", "stochastic"), ("fp32", "kahan")]
+)
+def test_what_kahan_sums_keep_goes_along_or_into_the_weights(steps: Any, tmp_path: Path, before: str, after: str) -> None:
+    plan, engine = steps(before.removeprefix("old "), 2)
+    kept = {name: tensor.clone() for name, tensor in engine.tensors().items()}
+    saved = {re.sub(r"^compensation\.(.*)", r"optim.\1.compensation", n) if "old" in before else n: t for n, t in kept.items()}
+    state = {"trainer": asdict(TrainState()), "engine": engine.state(), "config": plan.config.model_dump(mode="json")}
+    checkpointer = Checkpointer(tmp_path / "checkpoints", 2, False, "min", False)
+    checkpointer.save(2, saved, state, None)
+    (result,) = checkpointer.wait()
+    _, other = steps(after, 0)
+    Start(result.path, [], frozenset()).restore(other, lambda _: None, 0.0)
+    found = other.tensors()
+    lost = {name.removeprefix("compensation."): tensor for name, tensor in kept.items() if name.startswith("compensation.")}
+    assert ("kahan" in before) == any(tensor.any() for tensor in lost.values())
+    for name, tensor in found.items():
+        section, _, weight = name.partition(".")
+        if section == "compensation":
+            assert torch.equal(tensor, lost[weight]) if lost else not tensor.any()
+        else:
+            adds = section == "model" and after != "kahan"
+            whole = kept[name] + (lost[weight] if adds else 0.0)
+            assert torch.equal(tensor, whole if after == "fp32" else whole.bfloat16().float()), name
 
 
 def test_a_fused_part_passes_over_a_step_like_an_optimizer_of_its_own() -> None:
