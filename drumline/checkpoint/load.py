@@ -126,7 +126,7 @@ def load(path: Path, tensors: dict[str, Tensor], alone: bool = False, partly: bo
 
     A section of names (`model.`, `optim.`) is loaded whole or not at all: the ranks together must name all tensors of a section, unless
     `partly`, for readers that do not train. Shapes and dtypes must be the stored ones. If the checkpoint lacks an `optional` section, its
-    tensors stay as they are. Collective unless `alone`. Raises CheckpointError on every rank: before it reads anything if names, shapes or
+    tensors stay as they are, and so do moments of a weight that has learned since without a step. Collective unless `alone`. Raises CheckpointError on every rank: before it reads anything if names, shapes or
     dtypes differ; if it is raised later, `tensors` must not be used.
     """
     ranks = Ranks.all(alone, CheckpointError)
@@ -136,7 +136,11 @@ def load(path: Path, tensors: dict[str, Tensor], alone: bool = False, partly: bo
         manifest = _structure(path)
         stored = {_today(name): name for name in manifest.tensors}
         absent = optional - {_section(name) for name in stored}
-        wanted.update((stored.get(name, name), tensor) for name, tensor in tensors.items() if _section(name) not in absent)
+        stepped = {_weight(name) for name in stored if _is_moment(name)}
+        for name, tensor in tensors.items():
+            begins = _is_moment(name) and stepped and _weight(name) not in stepped and _weight(name) in stored
+            if _section(name) not in absent and not begins:
+                wanted[stored.get(name, name)] = tensor
         if misfit := _misfit(manifest, wanted):
             raise CheckpointError(misfit, where=str(path), fix=SAME)
         return list(wanted)
@@ -231,9 +235,11 @@ def _misfit(manifest: Manifest, tensors: dict[str, Tensor]) -> str | None:
 
 
 def _require_whole_sections(path: Path, named: set[str]) -> None:
-    """Raises CheckpointError if `named` has only a part of a section: trained tensors would be lost silently."""
-    sections = {_section(name) for name in named}
-    if left := [name for name in read_manifest(path).tensors if name not in named and _section(name) in sections]:
+    """Raises CheckpointError if `named` has only a part of a section: trained tensors would be lost silently. Moments of a weight that was
+    frozen, and so is not in the checkpoint, are zeros, which older ones hold."""
+    sections, stored = {_section(name) for name in named}, read_manifest(path).tensors
+    frozen = {name for name in stored if _is_moment(name) and _weight(name) not in stored}
+    if left := [name for name in stored if name not in named and name not in frozen and _section(name) in sections]:
         raise CheckpointError(f"holds {_some(left)}, which this run has no place for", where=str(path), fix=SAME)
 
 
@@ -242,6 +248,15 @@ def compensations(path: Path, tensors: dict[str, Tensor]) -> dict[str, tuple[str
     names = {_today(name).removeprefix("compensation.") for name in read_manifest(path).tensors if _section(name) == "compensation"}
     absent = [name for name in names if f"compensation.{name}" not in tensors and f"model.{name}" in tensors]
     return {f"compensation.{name}": (f"model.{name}", torch.zeros_like(tensors[f"model.{name}"])) for name in absent}
+
+
+def _is_moment(name: str) -> bool:
+    return _section(name).rpartition("/")[2] == "optim"
+
+
+def _weight(moment: str) -> str:
+    """The name of the weight: model.<name> of optim.<name>.<slot>."""
+    return moment.rpartition(".")[0].replace("optim.", "model.", 1)
 
 
 def _today(name: str) -> str:

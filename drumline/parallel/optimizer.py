@@ -153,14 +153,14 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
 
 def make_state(optimizer: torch.optim.Optimizer, step: Callable[[], None] | None = None) -> None:
     """Let an optimizer make its state as it does (in a `step` at rate zero; None: of zero gradients), and set it back to before any step.
-    A zero momentum buffer is what SGD's first step starts from; quantised moments are zero already, and z of a schedule-free optimizer
-    begins as the weights."""
+    What is frozen gets none. A zero momentum buffer is what SGD's first step starts from; quantised moments are zero already, and z of a
+    schedule-free optimizer begins as the weights."""
     groups = [{key: value for key, value in group.items() if key not in ("params", "lr")} for group in optimizer.param_groups]
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     set_rate(optimizer, 0.0)
     for group in optimizer.param_groups:
         for parameter in group["params"] if step is None else ():
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     (step or (lambda: take_step(optimizer)))()
     if step is None:
         optimizer.zero_grad(set_to_none=True)

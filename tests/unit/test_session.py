@@ -323,6 +323,35 @@ def test_optimizers_whose_state_does_not_begin_at_zero(tmp_path: Path) -> None:
             assert optimizer.param_groups[0]["lr"] == 0.1 and len(optimizer.state) == 2
 
 
+def test_what_is_frozen_has_no_moments_until_it_learns(tmp_path: Path) -> None:
+    """Also where a checkpoint holds them, as older ones do, and where it begins to learn just before one."""
+
+    def train(steps: int, learns: bool, then: Any = lambda *_: None, **options: Any) -> Any:
+        def built() -> nn.Module:
+            model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+            model[0].requires_grad_(learns)
+            return model
+
+        with session(tmp_path, **options) as s:
+            model, optimizer = s.prepare(built, lambda model: torch.optim.AdamW(model.parameters(), lr=0.1))
+            began = [float(optimizer.state[p]["step"]) for p in model.parameters() if p in optimizer.state]
+            for batch in s.batches(ROWS, collate, steps=steps, epochs=None):
+                s.backward(*loss_of(model, batch))
+                if s.step() and s.steps == steps:
+                    then(model, optimizer)
+        return began, len(optimizer.state)
+
+    def older(model: Any, optimizer: Any) -> None:
+        for parameter in [*model.parameters()][:2]:
+            optimizer.state[parameter] = {"step": torch.tensor(0.0), **{s: torch.zeros(parameter.shape) for s in ("exp_avg", "exp_avg_sq")}}
+
+    assert train(1, False) == ([0.0, 0.0], 2)
+    assert train(2, False, older, resume=True) == ([1.0, 1.0], 4)
+    assert train(3, False, lambda model, _: model.requires_grad_(True), resume=True) == ([2.0, 2.0], 2)
+    assert train(4, True, resume=True) == ([0.0, 0.0, 3.0, 3.0], 4)
+    assert train(5, True, resume=True) == ([1.0, 1.0, 4.0, 4.0], 4)
+
+
 def test_batch_norm_under_accumulation_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with session(tmp_path, micro_batch=2) as s:
         s.prepare(lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), sgd)
