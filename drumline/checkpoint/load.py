@@ -126,8 +126,9 @@ def load(path: Path, tensors: dict[str, Tensor], alone: bool = False, partly: bo
 
     A section of names (`model.`, `optim.`) is loaded whole or not at all: the ranks together must name all tensors of a section, unless
     `partly`, for readers that do not train. Shapes and dtypes must be the stored ones. If the checkpoint lacks an `optional` section, its
-    tensors stay as they are, and so do moments of a weight that has learned since without a step. Collective unless `alone`. Raises CheckpointError on every rank: before it reads anything if names, shapes or
-    dtypes differ; if it is raised later, `tensors` must not be used.
+    tensors stay as they are, and so do moments of a weight that learned but had not been stepped. Collective unless `alone`. Raises
+    CheckpointError on every rank: before it reads anything if names, shapes or dtypes differ; if it is raised later, `tensors` must not be
+    used.
     """
     ranks = Ranks.all(alone, CheckpointError)
     wanted: dict[str, Tensor] = {}

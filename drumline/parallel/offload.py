@@ -140,7 +140,8 @@ class _Run:
         moved.uses -= 1
         if not moved.uses:
             del self.moved[key]
-            self.wait()
+            if moved.device is not None:
+                self.wait()
             self.drop(moved)
 
     def drop(self, moved: _Moved) -> None:
