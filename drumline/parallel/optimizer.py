@@ -71,8 +71,8 @@ def _quantised(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimize
 
 def _muon(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
     rest = [group for group in groups if not group.get("matrices")]
-    parts = [Muon([group for group in groups if group.get("matrices")], options)] if len(rest) < len(groups) else []
-    parts += [_adamw(rest, options)] if rest else []
+    made = [Muon([group for group in groups if group.get("matrices")], options)] if len(rest) < len(groups) else []
+    parts = [*made, *([_adamw(rest, options)] if rest else [])]
     return parts[0] if len(parts) == 1 else Joined(*parts)  # type: ignore[return-value]
 
 

@@ -187,14 +187,14 @@ def _in_chunks(inner: Any, tokens: int, hidden_BTD: torch.Tensor, *args: Any, **
     rows, length = hidden_BTD.shape[:2]
     width = max(1, tokens // rows)
     if length <= width:
-        return inner(hidden_BTD, *args, **kwargs)  # type: ignore[no-any-return]
+        return inner(hidden_BTD, *args, **kwargs)
 
     def chunk(start: int) -> torch.Tensor:
         def own(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[:, start : start + width] if tensor.shape[:2] == (rows, length) else tensor
 
         given, named = tree_map_only(torch.Tensor, own, ((hidden_BTD, *args), kwargs))
-        return checkpoint(inner, *given, use_reentrant=False, **named)  # type: ignore[no-any-return]
+        return checkpoint(inner, *given, use_reentrant=False, **named)
 
     return torch.cat([chunk(start) for start in range(0, length, width)], 1)
 
