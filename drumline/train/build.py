@@ -229,8 +229,7 @@ class Start:
         state = TrainState()
         if self.path is not None:
             tensors, saved = engine.tensors(), read_state(self.path)
-            kahan = saved["config"].get("precision", {}).get("rounding") == "kahan"
-            lost = compensations(self.path, tensors) if kahan else {}
+            lost = compensations(self.path, tensors)
             sections = {name.partition(".")[0] for name in tensors}
             optional = frozenset(section for section in sections if section.rpartition("/")[2] in OPTIONAL)
             load(self.path, tensors | {name: value for name, (_, value) in lost.items()}, optional=optional)
