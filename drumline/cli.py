@@ -14,7 +14,7 @@ import typer
 from drumline import __version__, cli_data, cli_report, cli_runs, cli_scale
 from drumline.cli_runs import ConfigFile, Overrides, Trust
 from drumline.cli_runs import path_of as _path
-from drumline.core.process import let_go_of_output, say
+from drumline.core.output import let_go_of_output, lossy, say
 from drumline.core.redact import redact
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
 from drumline.foreign import first_line
@@ -302,18 +302,25 @@ for _command in (*cli_runs.COMMANDS, *cli_report.COMMANDS, *cli_scale.COMMANDS):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command. A DrumlineError becomes one line on stderr and an exit code; so does a signal while there is nothing to lose."""
-    from drumline.core.signals import LEFT, NOTHING_LOST, Interrupted, Stoppable
-    from drumline.launchers.environment import expandable_segments, first_rank, other_rank_runs
-    from drumline.launchers.tasks import join_tasks
-
+    """Run a command, whether or not somebody reads what it prints."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files and texts of strangers need not be UTF-8
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    given = sys.argv[1:] if arguments is None else arguments
-    # torch.distributed.launch and deepspeed add `--local_rank=N`; LOCAL_RANK has the same value.
-    arguments = _bare_resume([each for each in given if not each.startswith(("--local_rank=", "--local-rank="))])
+    try:
+        with lossy():
+            _main(sys.argv[1:] if arguments is None else arguments)
+    finally:
+        let_go_of_output()
+
+
+def _main(given: list[str]) -> None:
+    """A DrumlineError becomes one line on stderr and an exit code; so does a signal while there is nothing to lose."""
+    from drumline.core.signals import LEFT, NOTHING_LOST, Interrupted, Stoppable
+    from drumline.launchers.environment import expandable_segments, first_rank, other_rank_runs
+    from drumline.launchers.tasks import join_tasks
+
+    arguments = _own(given)
     try:
         join_tasks()
         if other_rank_runs(arguments[0] if arguments else ""):
@@ -334,8 +341,6 @@ def main(arguments: list[str] | None = None) -> None:
             fault = EnvironmentFault("permission denied", where=str(error.filename), fix="ask its owner, or name another")
             raise SystemExit(_report(fault)) from None
         raise SystemExit(_report_bug(error)) from None
-    finally:
-        let_go_of_output()
 
 
 def _report(error: DrumlineError) -> int:
@@ -366,6 +371,14 @@ def _run(arguments: list[str], speaks: bool) -> None:
     except typer.BadParameter.__base__:  # type: ignore[misc]  # typer exports only subclasses of this
         with first_rank_reports():
             raise SystemExit(UserError.exit_code) from None
+
+
+def _own(arguments: list[str]) -> list[str]:
+    """The arguments as typer can read them; those behind `--` are a script's, and stay. torch.distributed.launch and deepspeed add
+    `--local_rank=N`, whose value LOCAL_RANK has, too."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    own = [each for each in arguments[:end] if not each.startswith(("--local_rank=", "--local-rank="))]
+    return [*(_bare_resume(own) if own[:1] == ["train"] else own), *arguments[end:]]
 
 
 def _bare_resume(arguments: list[str]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer.main
 
-from drumline.cli import _bare_resume, app
+from drumline.cli import _own, app
 from tests.harness import ROOT
 
 # Each page in Chinese has the same commands as its English twin (tests/unit/test_languages.py).
@@ -49,7 +49,7 @@ def parsed(line: str) -> list[tuple[str, dict[str, Any]]]:
         words = shlex.split(part)
         if "drumline" not in words:
             continue
-        arguments = _bare_resume(words[words.index("drumline") + 1 :])
+        arguments = _own(words[words.index("drumline") + 1 :])
         if arguments and arguments[0].startswith("-"):
             assert any(arguments[0] in option.opts for option in DRUMLINE.params), line
             found.append((arguments[0], dict[str, Any]()))

@@ -42,22 +42,6 @@ PIPE = subprocess.PIPE
 Process = subprocess.Popen[bytes]
 
 
-def say(text: str) -> None:
-    """Print to standard error. That may lie on a full disk, or be a terminal that has gone: no restart and no exit code depends on it."""
-    with suppress(OSError):
-        print(text, file=sys.stderr)
-
-
-def let_go_of_output() -> None:
-    """At the end of a command: what can no longer be printed is lost, without a change of the exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            with suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
 @dataclass(frozen=True)
 class ProcessId:
     """A process. `boot`: which start of the host's kernel; `space`: the namespace that `pid` counts in, as containers have their own;

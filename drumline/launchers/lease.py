@@ -12,7 +12,6 @@ import os
 import secrets
 import signal
 import stat
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -22,7 +21,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from drumline.core.files import create_whole, write_whole
-from drumline.core.process import ProcessId, say, this_process
+from drumline.core.output import say
+from drumline.core.process import ProcessId, this_process
 from drumline.errors import EnvironmentFault
 from drumline.foreign import disk_errors
 
@@ -98,7 +98,7 @@ class Lease:
         holder = _holder(seen)
         alive = holder and holder.alive()
         if alive is None:
-            print(f"note: {self.run_dir} may be in use by {_holder_text(seen)}: looking for {PATIENCE_SECONDS:g} s", file=sys.stderr)
+            say(f"note: {self.run_dir} may be in use by {_holder_text(seen)}: looking for {PATIENCE_SECONDS:g} s")
             until = (self.frozen[1] if seen.decode(errors="replace") == self.frozen[0] else time.monotonic()) + PATIENCE_SECONDS
             while not alive and time.monotonic() < until:
                 time.sleep(LOOK_SECONDS)
@@ -152,7 +152,7 @@ class Lease:
                 create_whole(self.path, self._text())  # somebody removed it
             return
         lost = f"the run folder was taken over by {_holder_text(there)} — this run ends here"
-        print(f"\nerror: {self.run_dir}: {lost}", file=sys.stderr, flush=True)
+        say(f"\nerror: {self.run_dir}: {lost}")
         os._exit(1)
 
     def _stop_if_requested(self) -> None:

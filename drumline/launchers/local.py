@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from drumline.core.files import following, numbered
 from drumline.core.launcher import OnOutOfMemory
+from drumline.core.output import say
 from drumline.core.plan import Plan
-from drumline.core.process import say, tied
+from drumline.core.process import tied
 from drumline.core.signals import LauncherSignals
 from drumline.core.urls import FETCHED, is_url
 from drumline.errors import NotSaved, UserError

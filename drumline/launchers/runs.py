@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.core.files import numbered
+from drumline.core.output import nobody_reads
 from drumline.core.redact import redact
 from drumline.core.signals import LEFT, LauncherSignals
 from drumline.errors import DrumlineError, UserError, printable
@@ -108,6 +109,8 @@ def print_logs(run: Path, rank: int | None) -> None:
         with open_plain(path, UserError) as file:
             for line in io.TextIOWrapper(file, encoding="utf-8", errors="replace"):
                 print(f"{label}{printable(redact(line.rstrip()))}")
+                if nobody_reads():
+                    return
     if not any(path.stat().st_size for path in found):
         print("nothing was printed" + (" by any rank" if rank is None else f" by rank {rank}"), file=sys.stderr)
 

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
+from drumline.core.output import lossy, say
 from drumline.errors import printable
 
 OnProgress = Callable[[str, int, int | None], None]
 
 
-def aside(display: bool) -> AbstractContextManager[OnProgress]:
+@contextmanager
+def aside(display: bool) -> Iterator[OnProgress]:
     """Bars on standard error, or a callback that shows nothing."""
-    return bars(Console(stderr=True)) if display else nullcontext(lambda phase, done, total: None)
+    if not display:
+        yield lambda phase, done, total: None
+        return
+    with lossy(), bars(Console(stderr=True)) as on_progress:
+        yield on_progress
 
 
 def notes(lines: Iterable[str]) -> None:
     """Print what the user should know on standard error."""
     for line in lines:
-        print(f"note: {printable(line)}", file=sys.stderr)
+        say(f"note: {printable(line)}")
 
 
 @contextmanager

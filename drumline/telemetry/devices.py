@@ -6,12 +6,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from drumline.core.output import say
 from drumline.telemetry.events import Number
 from drumline.telemetry.watched import Devices
 
@@ -90,12 +90,12 @@ class Meter:
             return
         if importlib.util.find_spec("pynvml") is None:
             if first_of_host:
-                print("note: no temperature, power and energy of GPUs in events: pip install nvidia-ml-py", file=sys.stderr)
+                say("note: no temperature, power and energy of GPUs in events: pip install nvidia-ml-py")
             return
         try:
             self.gpu = Gpu(uuid)
         except Exception as error:  # noqa: BLE001 - NVML's own errors, of a driver, a container or a part of a GPU; the run goes on
-            print(f"note: NVML gives nothing for GPU {uuid}: {type(error).__name__}: {error}", file=sys.stderr)
+            say(f"note: NVML gives nothing for GPU {uuid}: {type(error).__name__}: {error}")
 
     def values(self, now: bool = False) -> list[float]:
         """NAMES, NaN where not known; read anew where the last time is PERIOD seconds ago, or `now`."""

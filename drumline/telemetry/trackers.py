@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.files import write_whole
+from drumline.core.output import say
 from drumline.core.redact import plain, redact
 from drumline.core.registry import find_function, find_object
 from drumline.core.run import TrackerConfig
@@ -180,7 +180,7 @@ def open_sinks(
 
 
 def _warn(name: str, error: Exception) -> None:
-    print(f"warning: {name} gets no more metrics, the run goes on: {_line(error)}", file=sys.stderr)
+    say(f"warning: {name} gets no more metrics, the run goes on: {_line(error)}")
 
 
 def _line(error: BaseException) -> str:
@@ -220,7 +220,7 @@ class Callbacks:
                 getattr(callback, hook, lambda values: None)(plain(event.values()))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own code may raise anything, none of it worth the run
                 del self.called[path]
-                print(f"warning: callback {path}.{hook} raised {_line(error)}; it is not called again, the run goes on", file=sys.stderr)
+                say(f"warning: callback {path}.{hook} raised {_line(error)}; it is not called again, the run goes on")
 
 
 # -------------------------------------------------------------------------------------------------------- the libraries

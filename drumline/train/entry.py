@@ -7,7 +7,6 @@ import gc
 import os
 import platform
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,8 +17,8 @@ from drumline import __version__
 from drumline.checkpoint.remote import Store, copy_run_files
 from drumline.core import heartbeat
 from drumline.core.explain import plan_line, strategy_name
+from drumline.core.output import say
 from drumline.core.plan import Plan
-from drumline.core.process import say
 from drumline.core.signals import StopFlag
 from drumline.dist.start import Ranks, drawn, start, stop
 from drumline.errors import DrumlineError, EnvironmentFault, Preempted, TrainingStopped
@@ -208,7 +207,7 @@ class MainReporter(Reporter):
             try:
                 copy_run_files(Store(url), Path(self.plan.run_dir))
             except (OSError, EnvironmentFault) as failure:  # the run is over, and its own folder has them
-                print(f"note: the last events did not reach {url}: {failure}", file=sys.stderr)
+                say(f"note: the last events did not reach {url}: {failure}")
 
 
 if __name__ == "__main__":

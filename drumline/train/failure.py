@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from drumline.core.files import write_whole
 from drumline.core.out_of_memory import Exhausted
+from drumline.core.output import say
 from drumline.core.plan import Plan
-from drumline.core.process import say
 from drumline.core.redact import redact, redacted_streams
 from drumline.dist.start import leave_process
 from drumline.errors import DrumlineError, Preempted

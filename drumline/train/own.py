@@ -19,6 +19,7 @@ from drumline.checkpoint.load import newest_state, read_state
 from drumline.checkpoint.memory import require_room
 from drumline.checkpoint.remote import require_unused, state_at
 from drumline.core.load import Draft, refused, saved_config, validated
+from drumline.core.output import say
 from drumline.core.plan import Plan
 from drumline.core.resolve import resolve
 from drumline.core.run import RunConfig
@@ -298,7 +299,7 @@ def require_json(state: dict[str, Any], drop: bool = False) -> None:
             what, fix = f"s.state[{key!r}] is a {type(value).__name__}, which JSON does not have", "keep a number or a text of it: float(x)"
             if not drop:
                 raise UserError(what, where="session.save", fix=fix) from None
-            print(f"warning: {what}: it is not saved; {fix}", file=sys.stderr)
+            say(f"warning: {what}: it is not saved; {fix}")
             del state[key]
 
 

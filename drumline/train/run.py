@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.load import Overrides, Request, overrides_of
+from drumline.core.output import lossy
 from drumline.errors import ConfigError, Preempted, TrainingStopped, UserError, WorkerFailed
 from drumline.launchers.environment import die_with_launchers, expandable_segments, launched_by
 from drumline.launchers.tasks import join_tasks
@@ -60,6 +61,7 @@ class Run:
         return folder if folder.is_dir() else None
 
 
+@lossy()
 def train(
     config: str | Path | Mapping[str, Any],
     overrides: Overrides | None = None,

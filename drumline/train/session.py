@@ -28,6 +28,7 @@ from torch.utils.data import default_collate
 
 from drumline.checkpoint.ranks import Ranks as RankGroup
 from drumline.core.explain import default_run_dir
+from drumline.core.output import say
 from drumline.core.resolve import batch_norm_why
 from drumline.core.signals import StopFlag
 from drumline.data.samples import global_batches, held_out
@@ -161,7 +162,7 @@ class Session:
         self.engines = Engines({name: model.engine for name, model in self._models.items()})
         for model in self._models.values() if self.is_first else ():
             for line in batch_norm_why(self.plan.config, self.plan.batch, len(batch_norms(model.engine.model))):
-                print(f"note: {line}", file=sys.stderr)
+                say(f"note: {line}")
         checkpointer = checkpointer_of(self.plan, "min")
         if memory is not None:
             memory.begin()
@@ -350,7 +351,7 @@ class Session:
             scalars |= {f"{prefix}loss": self.losses[name], f"{prefix}grad_norm": self.grad_norms[name]}
         scalars |= own.numbers(metrics)
         if self.is_first:
-            print(f"step {self.steps}  " + "  ".join(f"{name} {value:.5g}" for name, value in scalars.items()), flush=True)
+            say(f"step {self.steps}  " + "  ".join(f"{name} {value:.5g}" for name, value in scalars.items()), sys.stdout)
         if not self.losses:
             return
         now, done = time.time(), (self.steps, self._state.tokens)

@@ -23,6 +23,7 @@ from drumline.launchers.local import report_failure
 from drumline.launchers.postmortem import RankEnd
 from drumline.telemetry.events import Fault, RunEnd, read
 from drumline.telemetry.trackers import Callbacks
+from tests.unit.report_runs import write_run
 
 CPU = Machine([], 2, 2**34, "cpu", False)
 
@@ -59,15 +60,52 @@ def test_who_follows_a_file_may_fail_to_show_it(tmp_path: Path) -> None:
     assert seen == [b"one", b"two"]
 
 
-def test_the_exit_code_does_not_hang_on_a_reader() -> None:
-    code = "import sys; from drumline.core.process import let_go_of_output; sys.stdout.write('x'); let_go_of_output()"
-    reader, writer = os.pipe()
-    os.close(reader)
+PLACES = ["gone", *["full"] * Path("/dev/full").exists()]
+LATE = "import sys; from drumline.core.output import let_go_of_output; sys.stdout.write('x'); let_go_of_output()"
+BY_ALL = """
+import sys
+from drumline.core.output import let_go_of_output, lossy, nobody_reads
+from drumline.report.bars import aside
+from rich.console import Console
+with aside(True) as on_progress:
+    on_progress("model", 0, 1)
+with lossy():
+    for _ in range(2):
+        print("x" * 10_000, flush=True)
+        print("x", file=sys.stderr)
+        Console().print("x")
+        Console(stderr=True).print("x")
+    assert nobody_reads() == (sys.argv[1] == "gone")
+assert sys.stdout is sys.__stdout__
+let_go_of_output()
+"""
+
+
+def run_unread(place: str, *arguments: str) -> int:
+    """The exit code of Python where what it prints is lost: nobody reads the pipe (`gone`), or the disk is full (`full`)."""
+    if place == "gone":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open("/dev/full", os.O_WRONLY)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     try:
-        env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-        assert subprocess.run([sys.executable, "-c", code], stdout=writer, env=env, timeout=60, check=False).returncode == 0
+        return subprocess.run([sys.executable, *arguments], stdout=writer, stderr=writer, env=env, timeout=60, check=False).returncode
     finally:
         os.close(writer)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("code", [LATE, BY_ALL])
+def test_the_exit_code_does_not_hang_on_a_reader(code: str, place: str) -> None:
+    assert run_unread(place, "-c", code, place) == 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_command_ends_as_if_it_were_read(place: str, tmp_path: Path) -> None:
+    runs = [str(write_run(tmp_path / name, lr=lr)) for name, lr in (("a", 1e-3), ("b", 2e-3))]
+    assert run_unread(place, "-m", "drumline", "compare", *runs) == 0
+    assert run_unread(place, "-m", "drumline", "compare", runs[0]) == 2
 
 
 def test_sys_exit_in_a_callback_ends_the_callback_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

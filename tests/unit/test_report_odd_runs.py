@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from drumline.cli import _bare_resume, main
+from drumline.cli import _bare_resume, _own, main
 from drumline.report.compare import _direction
 from drumline.report.details import _by_rank, repeat
 from drumline.report.facts import RunFacts
@@ -107,6 +107,12 @@ def test_a_run_of_a_sweep_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.Mo
     for place in ("runs/mine-sweep/lr=3e-5", "lr=3e-5"):
         assert _bare_resume(["train", "x.yaml", "--resume", place, "run.dir=new"]) == ["train", "x.yaml", "--resume", place, "run.dir=new"]
     assert _bare_resume(["train", "x.yaml", "--resume", "run.steps=9"]) == ["train", "x.yaml", "--resume", "newest", "run.steps=9"]
+
+
+def test_what_stands_behind_two_hyphens_is_the_scripts_own() -> None:
+    theirs = ["--", "--resume", "--foo", "--local_rank=3", "x.yaml"]
+    assert _own(["--local-rank=1", "launch", "s.py", *theirs]) == ["launch", "s.py", *theirs]
+    assert _own(["train", "x.yaml", "--resume"]) == ["train", "x.yaml", "--resume", "newest"]
 
 
 def test_a_folder_of_somebody_else_s_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from drumline.core.output import say
 from drumline.core.signals import Interrupted, LauncherSignals
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.launchers import lease
@@ -205,7 +206,7 @@ class ElasticHosts(Hosts):
     def _abdicate(self) -> None:
         """End on the spot where this side is the smaller one, with the lease as of a dead process: the other side may follow."""
         if self.shared and 2 * len(set(self.members) & set(self.there())) < len(self.members):
-            print(f"error: {len(self.there())} of {len(self.members)} hosts are there: left to the others", file=sys.stderr, flush=True)
+            say(f"error: {len(self.there())} of {len(self.members)} hosts are there: left to the others")
             os._exit(1)
 
     def _refuse(self, new: list[str]) -> None:

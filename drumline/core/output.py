@@ -1,0 +1,73 @@
+"""What is printed may be lost: its reader ends, its terminal goes, its disk is full. No run, no file and no exit code depends on it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print to standard error, or to `stream`, wherever that leads."""
+    with suppress(OSError):
+        print(text, file=stream or sys.stderr, flush=True)
+
+
+class _Losing:
+    """A stream as it is, but that what it cannot write is lost; that a disk takes no more is said once."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self.error = stream, cast(OSError | None, None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        first, self.error = self.error is None, error
+        if first and not isinstance(error, BrokenPipeError):
+            say(f"note: what is printed is lost: {error.strerror}")
+
+
+@contextmanager
+def lossy() -> Iterator[None]:
+    """Within, nothing that is printed raises OSError, whoever prints it; rich would end the process (its Console.on_broken_pipe)."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (stream and cast(TextIO, _Losing(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def nobody_reads() -> bool:
+    """Whether, within `lossy`, the reader of standard output has gone: what only prints may end."""
+    return isinstance(getattr(sys.stdout, "error", None), BrokenPipeError)
+
+
+def let_go_of_output() -> None:
+    """At the end of a command: what can no longer be printed is lost, without a change of the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
