@@ -41,7 +41,12 @@ class Axis:
         if self.whole and not self.log:
             return str(source.randint(int(self.low), int(self.high)))
         drawn = math.exp(source.uniform(math.log(self.low), math.log(self.high))) if self.log else source.uniform(self.low, self.high)
-        return str(round(drawn)) if self.whole else f"{drawn:.4g}"
+        if self.whole:
+            return str(round(drawn))
+        # Four digits of what tells the values of the range apart: of 0.999 to 0.9999 three more.
+        digits = 4 + max(0, math.floor(math.log10(max(abs(self.low), abs(self.high)) / (self.high - self.low))))
+        rounded = f"{drawn:.{digits}g}"
+        return rounded if self.low <= float(rounded) <= self.high else repr(drawn)
 
 
 def axes_of(given: Sequence[str]) -> tuple[Axis, ...]:
@@ -140,8 +145,12 @@ def short_names(axes: Sequence[Axis]) -> dict[str, str]:
 
 def folder_name(point: Point, names: dict[str, str]) -> str:
     """A folder for a trial: `lr=1e-5,seed=0`; with a hash where that is no name, or a long one."""
-    text = ",".join(f"{names[key]}={value}" for key, value in point)
+    return as_name(",".join(f"{names[key]}={value}" for key, value in point), json.dumps(point)) or "trial"
+
+
+def as_name(text: str, whole: str = "") -> str:
+    """A text as the name of a file; with a hash, of `whole` or of the text, where it is no name, or a long one."""
     name = re.sub(r"[^\w.=+,-]+", "_", text, flags=re.ASCII)
     if name == text and len(name) <= 100:
-        return name or "trial"
-    return f"{name[:90]}-{hashlib.sha256(json.dumps(point).encode()).hexdigest()[:8]}"
+        return name
+    return f"{name[:90]}-{hashlib.sha256((whole or text).encode()).hexdigest()[:8]}"

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from drumline.bench import pages
+from drumline.bench.axes import as_name
 from drumline.bench.pages import Rows, claim, write_pages
 from drumline.bench.verify import spell
 from drumline.core.batch import resolve_batch
@@ -48,7 +49,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.strategy or 'config'}-{f'{self.nodes}x' if self.nodes else ''}{self.nproc}".replace(" ", "-").replace("=", "")
+        text = f"{self.strategy or 'config'}-{f'{self.nodes}x' if self.nodes else ''}{self.nproc}"
+        return as_name(text.replace(" ", "-").replace("=", ""))  # a strategy of one's own is the path of a file
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from drumline.core.signals import NOTHING_LOST
 from drumline.errors import ConfigError, EnvironmentFault, UserError
 from drumline.foreign import judged, read_object
 from drumline.hardware.detect import detect
+from drumline.report.bars import notes
 
 STATE = "sweep.json"
 
@@ -70,21 +71,33 @@ class Sweep:
     def trial(self, point: Point, seed: Point) -> Trial:
         return Trial((*point, *seed), self.folder / folder_name((*point, *seed), self.names))
 
-    def points(self) -> Iterator[Point]:
+    def points(self) -> list[Point]:
         number = self.options.random
-        return points(self.searched, number, self.loaded.config.run.seed, len(self.seeds)) if self.searched else iter([()])
+        found = list(points(self.searched, number, self.loaded.config.run.seed, len(self.seeds))) if self.searched else [()]
+        notes([f"--random {number}: there are {len(found)} different points"] * (number is not None and len(found) < number))
+        return found
 
     def claim(self) -> None:
-        """Make the folder. Raises EnvironmentFault for one that holds something else, ConfigError for a sweep of another config."""
-        state = self.folder / STATE
-        if claim(self.folder, STATE, "sweep") and (known := read_object(state, EnvironmentFault, "name another folder with --to")):
-            with judged("is not of this version", str(state), ConfigError, "name another folder with --to"):
-                old = Config.model_validate(known.get("config"))
-            changes, keys = refused(old, self.loaded.config, ())
-            if keys:
-                fix = "name another folder with --to"
-                raise ConfigError(f"the sweep there is of another config: {changes}", where=str(self.folder), fix=fix)
-        write_whole(state, json.dumps({"config": self.loaded.config.model_dump(mode="json")}), private=True)
+        """Make the folder. Raises EnvironmentFault for one that holds something else; as `known`."""
+        claim(self.folder, STATE, "sweep")
+        state = {"config": self.loaded.config.model_dump(mode="json"), "keys": self.known()}
+        write_whole(self.folder / STATE, json.dumps(state), private=True)
+
+    def known(self) -> dict[str, str]:
+        """Name in the folders of trials → key, of this sweep and those before it in the folder. Raises ConfigError where they are of another
+        config, or name another key so: their trials are no trials of this one."""
+        state, fix = self.folder / STATE, "name another folder with --to"
+        of = {name: key for key, name in self.names.items()}
+        if not state.exists() or not (known := read_object(state, EnvironmentFault, fix)):
+            return of
+        with judged("is not of this version", str(state), ConfigError, fix):
+            old, before = Config.model_validate(known.get("config")), dict[str, str](known.get("keys", {}))
+        changes, keys = refused(old, self.loaded.config, ())
+        if keys:
+            raise ConfigError(f"the sweep there is of another config: {changes}", where=str(self.folder), fix=fix)
+        if others := [f"{name}=… is {before[name]} there, and {key} here" for name, key in of.items() if before.get(name, key) != key]:
+            raise ConfigError(f"the sweep there is of another key: {others[0]}", where=str(self.folder), fix=fix)
+        return before | of
 
 
 def sweep(config: Path, given: list[str], options: Options) -> int:
@@ -138,6 +151,7 @@ def point_of(trial: Trial) -> Point:
 
 def _dry_run(made: Sweep) -> int:
     """Print what would run."""
+    made.known()
     if made.options.optuna is not None:
         print(f"{made.options.optuna} points of Optuna × {len(made.seeds)} seeds, into {made.folder}")
         return 0

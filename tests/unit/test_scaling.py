@@ -31,6 +31,12 @@ def rows() -> list[Row]:
     return [one, two, Row(Case("<b>tp", 2), reason="<script>alert(1)</script> | refused"), three, four]
 
 
+def test_a_case_has_a_folder_of_its_own() -> None:
+    assert Case("fsdp2 tp=2", 4, 2).name == "fsdp2-tp2-2x4" and Case("", 1).name == "config-1"
+    names = [Case(kind, 2).name for kind in ("/tmp/x/mine.py:Name", "../mine.py:Name", "..", "ü", "é")]
+    assert len({*names}) == 5 and all("/" not in name and name.strip(".") and name.isascii() for name in names)
+
+
 def test_the_first_steps_do_not_count() -> None:
     events: list[Any] = [step(number, samples_per_s=1.0, seconds=9.0, comm_s=9.0) for number in range(1, WARM + 1)]
     assert _round(events) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,19 @@ def test_a_grid_is_all_combinations_and_draws_are_the_first_of_more() -> None:
     assert len(list(points(axes, 100, 0))) == 6, "there are no more"
 
 
+@pytest.mark.parametrize("ends", ["0.999..0.99999", "100000.5..100001.5", "-3e-7..2.5e-7", "log:0.999..0.99999", "0..0.12345678"])
+def test_what_is_drawn_lies_in_the_range_and_differs(ends: str) -> None:
+    low, high = map(float, ends.removeprefix("log:").split(".."))
+    drawn = [float(point[0][1]) for point in points(axes_of([f"optimizer.beta2={ends}"]), 200, 0)]
+    assert len({*drawn}) == 200 and low <= min(drawn) and max(drawn) <= high
+
+
+def test_fewer_points_than_were_asked_for_are_said(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(Sweep(config, ["batch.micro_batch=1..4"], Options(20)).points()) == 4
+    assert "note: --random 20: there are 4 different points" in capsys.readouterr().err
+    assert len(Sweep(config, ["optimizer.lr=1,2"], Options(2)).points()) == 2 and not capsys.readouterr().err
+
+
 def test_names_of_folders_are_names(tmp_path: Path) -> None:
     axes = axes_of(["optimizer.lr=1e-5,3e-5", "schedule={kind: cosine, warmup_steps: 1},../../etc", "model.id=a/b,ü,<script>"])
     names = [folder_name(point, short_names(axes)) for point in points(axes, None, 0)]
@@ -107,6 +121,19 @@ def test_another_folder_and_another_config_are_refused(config: Path, tmp_path: P
     Sweep(config, ["optimizer.lr=3,4", "run.seed=1,2"], Options(to=tmp_path / "one")).claim()
     with pytest.raises(UserError, match=r"of another config: data.max_length 96 → 64 — name another"):
         Sweep(config, ["optimizer.lr=1,2", "data.max_length=64"], Options(to=tmp_path / "one")).claim()
+
+
+def test_a_trial_of_another_key_is_no_trial_of_this_sweep(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    to = tmp_path / "one"
+    for given in (["eval.every=1,2"], ["optimizer.lr=1,2"], ["eval.every=2,3", "run.seed=0,1"]):
+        Sweep(config, given, Options(to=to)).claim()
+    for dry_run in (True, False):
+        with pytest.raises(UserError, match=r"every=… is eval\.every there, and checkpoint\.every here — name another folder with --to"):
+            sweep(config, ["checkpoint.every=1,2"], Options(to=to, dry_run=dry_run))
+    Sweep(config, ["checkpoint.every=1,2", "eval.every=1,2"], Options(to=to)).claim()  # which have their whole names
+    state = json.loads((to / "sweep.json").read_text())
+    (to / "sweep.json").write_text(json.dumps({"config": state["config"]}))  # of an earlier version
+    assert sweep(config, ["eval.every=1,2"], Options(to=to, dry_run=True)) == 0 and "2 trials" in capsys.readouterr().out
 
 
 def test_the_best_of_a_run_is_held_out_and_never_the_untrained_one() -> None:
