@@ -84,7 +84,7 @@ class Sweep:
         write_whole(self.folder / STATE, json.dumps(state), private=True)
 
     def known(self) -> dict[str, str]:
-        """Name in the folders of trials → key, of this sweep and those before it in the folder. Raises ConfigError where they are of another
+        """Name in the folders of trials → key, of this sweep and those before it there. Raises ConfigError where they are of another
         config, or name another key so: their trials are no trials of this one."""
         state, fix = self.folder / STATE, "name another folder with --to"
         of = {name: key for key, name in self.names.items()}

@@ -158,7 +158,7 @@ def outcome(trial: Trial, options: EvalConfig, code: int | None = None) -> Outco
         state = "failed"
     steps = [event for event in events if isinstance(event, Step)]
     value, at = best(events, options)
-    reason = "" if state == "finished" and value is not None else f"no {options.metric} was measured" if state == "finished" else ""
+    reason = f"it ended without a number of {options.metric}" if state == "finished" and value is None else ""
     if state == "failed":
         reason = _reason(trial, code)
     speed = statistics.median(event.tokens_per_s for event in steps) if steps else None
@@ -168,16 +168,17 @@ def outcome(trial: Trial, options: EvalConfig, code: int | None = None) -> Outco
 
 def best(events: list[Event], options: EvalConfig) -> tuple[float | None, int | None]:
     """(the best value of eval.metric after the first step, its step); where nothing was evaluated the mean of the last tenth of the
-    training steps, which have the metric. None where it was never a number."""
+    training steps, which have the metric. None where that is no number."""
     held_out = {step: value for step, value in series(events, options.metric, Eval).items() if step > 0 and _finite(value)}
     if held_out:
         at = (min if options.mode == "min" else max)(held_out, key=lambda step: held_out[step])
         return held_out[at], at
-    trained = {step: value for step, value in series(events, options.metric).items() if _finite(value)}
-    if not trained or any(isinstance(event, Eval) and event.step > 0 for event in events):
-        return None, None
+    trained = series(events, options.metric)
     last = sorted(trained)[-max(1, len(trained) // 10) :]
-    return statistics.fmean(trained[step] for step in last), last[-1]
+    values = [trained[step] for step in last if _finite(trained[step])]
+    if not values or any(isinstance(event, Eval) and event.step > 0 for event in events):
+        return None, None
+    return statistics.fmean(values), last[-1]
 
 
 def _finite(value: object) -> bool:

@@ -17,7 +17,7 @@ from rich.text import Text
 from drumline.core.redact import redact
 from drumline.errors import UserError, printable
 from drumline.report.bars import notes
-from drumline.report.facts import APART, Points, RunFacts, short_names
+from drumline.report.facts import APART, RunFacts, Trace, short_names
 from drumline.report.sections import short
 
 SURE = 0.05  # of Welch's test: a difference that is less likely by chance counts
@@ -29,8 +29,8 @@ HIGHER = {"accuracy", "exact", "reward", "tokens/s", "utilisation", "chosen", "m
 
 @dataclass(frozen=True)
 class Verdict:
-    """One curve: `values` of each run of both sides; `better`: -1 where lower is better, 1 where higher is, 0 where that is not known; `p`
-    None: no test is possible."""
+    """One curve: `values` of each run of both sides, NaN of one that ended without a number; `better`: -1 where lower is better, 1 where
+    higher is, 0 where that is not known; `p` None: no test is possible."""
 
     name: str
     values: tuple[list[float], list[float]]
@@ -45,8 +45,13 @@ class Verdict:
     @property
     def winner(self) -> str:
         ahead = self.difference * self.better
+        if self.better == 0:
+            return "–"
+        if math.isnan(ahead):
+            lost = [name for name, side in zip("AB", self.values, strict=True) if any(map(math.isnan, side))]
+            return "neither has a number" if len(lost) == 2 else f"{'B' if lost == ['A'] else 'A'}: {lost[0]} has no number"
         if ahead == 0:
-            return "–" if self.better == 0 else "alike"
+            return "alike"
         name = "B" if ahead > 0 else "A"
         return f"{name} ahead, untested" if self.p is None else name if self.p < SURE else "not shown"
 
@@ -108,11 +113,12 @@ def _values(key: str, a: list[RunFacts], b: list[RunFacts]) -> tuple[str, str] |
 def judge(a: list[RunFacts], b: list[RunFacts]) -> tuple[list[Verdict], int]:
     """Of each curve that all runs have, and the last step that all have."""
     runs = [*a, *b]
-    names = [name for name in runs[0].curves if all(name in run.curves for run in runs)]
-    last = min((run.curves["loss"][-1][0] for run in runs if "loss" in run.curves), default=0)
+    # A run may have had no loss that is a number; what else has none was not measured.
+    names = [name for name in runs[0].traces if all(name in (run.traces if name == "loss" else run.curves) for run in runs)]
+    last = min((run.reached for run in runs if run.reached), default=0)
     verdicts = []
     for name in names:
-        values = [_final(run.curves[name], last) for run in runs]
+        values = [_final(run.traces[name], last) for run in runs]
         if None not in values:
             known = [value for value in values if value is not None]
             one, other = known[: len(a)], known[len(a) :]
@@ -128,9 +134,11 @@ def _by_seed(runs: list[RunFacts], values: list[float]) -> list[float]:
     return [statistics.fmean(each) for each in found.values()]
 
 
-def _final(points: Points, last: int) -> float | None:
-    values = [value for step, value in points if step <= last]
-    return statistics.fmean(values[-max(1, round(LAST * len(values))) :]) if values else None
+def _final(trace: Trace, last: int) -> float | None:
+    """NaN where the end of a trace has no number, None where nothing was measured so far."""
+    values = [value for step, value in trace if step <= last]
+    numbers = [value for value in values[-max(1, round(LAST * len(values))) :] if value is not None]
+    return statistics.fmean(numbers) if numbers else math.nan if values else None
 
 
 def _direction(name: str, run: RunFacts) -> int:
@@ -146,7 +154,7 @@ def _direction(name: str, run: RunFacts) -> int:
 
 def welch(one: list[float], other: list[float]) -> float | None:
     """Two-sided p of Welch's t-test (Biometrika 34, 1947); None with fewer than two values on a side, or without any spread."""
-    if min(len(one), len(other)) < 2:
+    if min(len(one), len(other)) < 2 or any(map(math.isnan, [*one, *other])):
         return None
     parts = [statistics.variance(side) / len(side) for side in (one, other)]
     if (spread := sum(parts)) == 0:
@@ -159,10 +167,15 @@ def welch(one: list[float], other: list[float]) -> float | None:
 
 
 def _mean(values: list[float]) -> str:
+    found = [value for value in values if not math.isnan(value)]
+    if len(found) < len(values):
+        return "no number" + (f" in {len(values) - len(found)} of {len(values)}" if len(values) > 1 else "")
     return f"{statistics.fmean(values):.5g}" + (f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else "")
 
 
 def _change(verdict: Verdict) -> str:
+    if math.isnan(verdict.difference):
+        return ""
     before = statistics.fmean(verdict.values[0])
     share = verdict.difference / abs(before) if before else math.inf
     return f"{verdict.difference:+.3g}" + (f" ({share:+.1%})" if abs(share) < 10 else "")

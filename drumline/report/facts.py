@@ -27,6 +27,7 @@ ROLLOUT = {"reward": "reward", "length": "tokens of a completion", "ended": "par
 ORDER = ("loss", "held out", "reward", *ROLLOUT.values(), "", *RATES.values())  # of curves; "": what an algorithm has besides
 APART = ("run.seed", "run.dir", "data.cache_dir")  # runs that differ in these alone are repetitions
 Points = list[tuple[int, float]]
+Trace = list[tuple[int, float | None]]  # None: no finite number
 
 
 def number(value: Any) -> float | None:
@@ -44,9 +45,10 @@ def numbers(value: Any) -> dict[str, float]:
     return {str(key): found for key, each in mapping(value).items() if (found := number(each)) is not None}
 
 
-def named(event: dict[str, Any]) -> dict[str, float]:
-    """What an event adds to curves, by the name that users read."""
-    found = {key: value for key, value in numbers(event).items() if key not in ("t", "step")}
+def named(event: dict[str, Any]) -> dict[str, float | None]:
+    """What an event adds to curves, by the name that users read; None: no finite number, which events have as null or a text."""
+    found = {key: number(value) for key, value in event.items() if key not in ("t", "step")}
+    found = {key: value for key, value in found.items() if value is not None or event[key] in (None, "inf", "-inf")}
     if event["kind"] == "step":
         return {RATES.get(key, key): value for key, value in found.items() if key in RATES or key not in NOT_CURVES}
     if event["kind"] == "eval":
@@ -133,13 +135,24 @@ class RunFacts:
         return [(step, value) for step, value in sorted(found.items()) if value is not None]
 
     @cached_property
-    def curves(self) -> dict[str, Points]:
-        """Name → points in order, the last word on each step, in the order of the page."""
-        made: dict[str, dict[int, float]] = {}
+    def traces(self) -> dict[str, Trace]:
+        """Name → what was measured, in order, the last word on each step, in the order of the page."""
+        made: dict[str, dict[int, float | None]] = {}
         for event in self.events:
             for name, value in named(event).items():
                 made.setdefault(name, {})[event["step"]] = value
         return {name: sorted(made[name].items()) for name in sorted(made, key=place_of)}
+
+    @cached_property
+    def curves(self) -> dict[str, Points]:
+        """The traces that have numbers, and these alone."""
+        found = {name: [(step, value) for step, value in trace if value is not None] for name, trace in self.traces.items()}
+        return {name: points for name, points in found.items() if points}
+
+    @property
+    def reached(self) -> int:
+        """The last step that was done, whatever it measured."""
+        return max((event["step"] for event in self.of("step")), default=0)
 
     @cached_property
     def attempts(self) -> list[Attempt]:

@@ -11,7 +11,7 @@ from drumline.core.config import Config
 from drumline.core.explain import flow
 from drumline.core.section import Section
 from drumline.errors import DrumlineError
-from drumline.report.facts import Points, RunFacts, differences, mapping, numbers
+from drumline.report.facts import RunFacts, Trace, differences, mapping, numbers
 from drumline.report.markup import Html, facts, join, seconds_of, table, tag, text
 from drumline.telemetry.watched import ranks_named
 
@@ -68,14 +68,12 @@ def _key_numbers(run: RunFacts) -> dict[str, Any]:
     rates, goodput = run.curves.get("tokens/s", []), run.goodput
     learned = next((name for name in ("reward", "loss") if name in run.curves), "loss")
     metric = run.config.get("eval.metric")
-    scores = run.points("eval", str(metric))
     peaks = [row for row in run.comparisons if row.category == "peak"]
-    last = max((step for step, _ in run.curves.get("loss", [])), default=0)
     return {
         "status": run.status,
-        "steps": f"{last:,} of {text(run.last('run_start').get('steps') or '?')}",
-        "training": _first_and_last(learned, run.curves.get(learned)),
-        "held out": _first_and_last(str(metric), scores),
+        "steps": f"{run.reached:,} of {text(run.last('run_start').get('steps') or '?')}",
+        "training": _first_and_last(learned, run.traces.get(learned, [])),
+        "held out": _first_and_last(str(metric), run.traces.get(f"held out: {metric}", [])),
         "tokens/s, median": f"{statistics.median(value for _, value in rates):,.0f}" if rates else None,
         "peak a rank": f"{peaks[0].show(peaks[0].measured)}, planned {peaks[0].show(peaks[0].predicted)}" if peaks else None,
         "goodput": f"{goodput:.0%}" if goodput is not None else None,
@@ -84,8 +82,9 @@ def _key_numbers(run: RunFacts) -> dict[str, Any]:
     }
 
 
-def _first_and_last(name: str, points: Points | None) -> str | None:
-    return f"{name} {points[0][1]:.4g} → {points[-1][1]:.4g}" if points else None
+def _first_and_last(name: str, trace: Trace) -> str | None:
+    found = [value for _, value in trace if value is not None]
+    return f"{name} {found[0]:.4g} → {'no number' if trace[-1][1] is None else f'{found[-1]:.4g}'}" if found else None
 
 
 def _remarks(run: RunFacts) -> list[str]:

@@ -59,7 +59,8 @@ class Live:
         values = plain(event.values())
         with self.lock:
             for name, value in named(values).items():
-                self.points.setdefault(name, []).append((values["step"], value))
+                if value is not None:
+                    self.points.setdefault(name, []).append((values["step"], value))
             self._note(values)
             self.progress.on_event(event)
             self.lines.extend(

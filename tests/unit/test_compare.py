@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from drumline.errors import UserError
 from drumline.report.compare import compare, judge, sides, welch
 from drumline.report.curves import groups
 from drumline.report.facts import RunFacts
-from tests.unit.report_runs import write_run
+from drumline.report.sections import _key_numbers
+from drumline.telemetry.events import Event
+from tests.unit.report_runs import start, step, write_run
 
 
 def test_welch() -> None:
@@ -58,3 +61,31 @@ def test_runs_without_steps_and_wrong_sides(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(UserError, match="no run folder"):
         (tmp_path / "void").mkdir()
         sides([a, tmp_path / "void"])
+
+
+def diverged(ends: int = 3, loss: float = 1.0, steps: int = 10) -> list[Event]:
+    """A run of `steps` whose losses are no numbers after step `ends`."""
+    return [start(steps), *(step(each, loss if each <= ends else math.nan) for each in range(1, steps + 1))]
+
+
+def test_a_run_that_ended_without_a_number_is_not_ahead(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worse, lost = write_run(tmp_path / "worse", events=diverged(10, 2.0)), write_run(tmp_path / "lost", events=diverged())
+    never = write_run(tmp_path / "never", events=diverged(0))
+    for other in (lost, never):
+        for name, pair in (("A", [worse, other]), ("B", [other, worse])):
+            verdicts, last = judge(*([RunFacts(each)] for each in pair))
+            loss = next(each for each in verdicts if each.name == "loss")
+            assert last == 10 and loss.winner == f"{name}: {'AB'.replace(name, '')} has no number"
+    assert next(each for each in judge([RunFacts(lost)], [RunFacts(never)])[0] if each.name == "loss").winner.startswith("neither")
+    monkeypatch.setenv("COLUMNS", "120")
+    compare([worse, lost])
+    assert "loss 2 no number A: B has no number" in " ".join(capsys.readouterr().out.split())
+    numbers = _key_numbers(RunFacts(lost))
+    assert numbers["steps"] == "10 of 10" and numbers["training"] == "loss 1 → no number"
+
+
+def test_a_step_that_is_done_again_without_a_number_has_none(tmp_path: Path) -> None:
+    events = [*diverged(6, steps=6), step(5, math.nan), step(6, math.inf)]
+    assert RunFacts(write_run(tmp_path / "a", events=events)).curves["loss"] == [(each, 1.0) for each in range(1, 5)]

@@ -142,6 +142,8 @@ def test_the_best_of_a_run_is_held_out_and_never_the_untrained_one() -> None:
     evals = [Eval(step=number, samples=1, seconds=0.0, metrics={"loss": loss}) for number, loss in seen]
     assert best([*evals, step(6, loss=0.5)], least) == (1.2, 4) and best(evals, most) == (1.5, 2)
     assert best([step(number, loss=float(number)) for number in range(1, 31)], least) == (29.0, 30), "the mean of the last tenth"
+    ended = [step(number, loss=1.0 if number < 4 else None) for number in range(1, 31)]
+    assert best(ended, least) == (None, None) and best(ended[:3], least) == (1.0, 3), "a run that diverged has none"
     assert best([], least) == (None, None) and best([step(1, loss=None)], least) == (None, None)
     assert best([evals[3], step(6, loss=0.5)], least) == (None, None), "a held-out NaN is not made good by training"
 
