@@ -95,8 +95,8 @@ class Sweep:
         changes, keys = refused(old, self.loaded.config, ())
         if keys:
             raise ConfigError(f"the sweep there is of another config: {changes}", where=str(self.folder), fix=fix)
-        if others := [f"{name}=… is {before[name]} there, and {key} here" for name, key in of.items() if before.get(name, key) != key]:
-            raise ConfigError(f"the sweep there is of another key: {others[0]}", where=str(self.folder), fix=fix)
+        if differing := [f"{name}=… is {before[name]} there, and {key} here" for name, key in of.items() if before.get(name, key) != key]:
+            raise ConfigError(f"the sweep there is of another key: {differing[0]}", where=str(self.folder), fix=fix)
         return before | of
 
 
