@@ -19,6 +19,17 @@ class Html(str):
     __slots__ = ()
 
 
+class Keyed(str):
+    """A text, with the number that its row is sorted by."""
+
+    def __new__(cls, shown: str, key: float) -> Keyed:
+        made = super().__new__(cls, shown)
+        made.key = key
+        return made
+
+    key: float
+
+
 def text(value: Any) -> Html:
     """Any value as HTML text, redacted and escaped."""
     if isinstance(value, Html):
@@ -49,7 +60,10 @@ def table(headers: Sequence[Any], rows: Iterable[Sequence[Any]], **attributes: A
     """Numbers stand to the right. It scrolls by itself where it is wider than the page."""
     lines = [list(row) for row in rows]
     right = ["number" if any(isinstance(cell, int | float) for cell in column) else None for column in zip(*lines, strict=True)]
-    made = [tag("tr", *(tag("td", cell, class_=side) for cell, side in zip(row, right, strict=True))) for row in lines]
+    made = [
+        tag("tr", *(tag("td", cell, class_=side, data_key=getattr(cell, "key", None)) for cell, side in zip(row, right, strict=True)))
+        for row in lines
+    ]
     head = tag(
         "thead",
         tag("tr", *(tag("th", each, scope="col", class_=side) for each, side in zip(headers, right or [None] * len(headers), strict=True))),

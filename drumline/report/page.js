@@ -3,11 +3,14 @@ const seen = new IntersectionObserver((entries) => entries.forEach((entry) => {
   if (entry.isIntersecting) { seen.unobserve(entry.target); draw(entry.target); }
 }), { rootMargin: "200px" });
 
+function inOrder(one, other) {  // cells: numbers, that is data-key or a text that is nothing else, before texts
+  const [a, b] = [one, other].map((cell) => cell.dataset.key ?? cell.textContent.trim());
+  const [x, y] = [a, b].map((text) => (text === "" ? NaN : Number(text.replace(/,(?=\d{3}(\D|$))/g, ""))));
+  return isNaN(x) && isNaN(y) ? a.localeCompare(b, undefined, { numeric: true }) : isNaN(x) - isNaN(y) || x - y;
+}
 function sortable(table) {
   all("th", table).forEach((head, column) => head.addEventListener("click", () => {
-    const up = head.dataset.up !== "1", body = table.tBodies[0], key = (row) => row.cells[column].textContent;
-    const value = (text) => { const found = text.replace(/,/g, "").match(/-?[\d.]+(e[+-]?\d+)?/i); return found ? parseFloat(found[0]) : null; };
-    const order = (a, b) => { const [x, y] = [value(key(a)), value(key(b))]; return x !== null && y !== null && column ? x - y : key(a).localeCompare(key(b), undefined, { numeric: true }); };
+    const up = head.dataset.up !== "1", body = table.tBodies[0], order = (a, b) => inOrder(a.cells[column], b.cells[column]);
     body.append(...[...body.rows].sort((a, b) => (up ? order(a, b) : order(b, a))));
     all("th", table).forEach((each) => delete each.dataset.up);
     head.dataset.up = up ? "1" : "0";

@@ -12,7 +12,8 @@ from drumline.core.explain import flow
 from drumline.core.section import Section
 from drumline.errors import DrumlineError
 from drumline.report.facts import RunFacts, Trace, differences, mapping, numbers
-from drumline.report.markup import Html, facts, join, seconds_of, table, tag, text
+from drumline.report.markup import Html, Keyed, facts, join, seconds_of, table, tag, text
+from drumline.telemetry.truth import Comparison
 from drumline.telemetry.watched import ranks_named
 
 MOST_COLUMNS = 8  # of keys that differ, in the table of runs
@@ -71,20 +72,27 @@ def _key_numbers(run: RunFacts) -> dict[str, Any]:
     peaks = [row for row in run.comparisons if row.category == "peak"]
     return {
         "status": run.status,
-        "steps": f"{run.reached:,} of {text(run.last('run_start').get('steps') or '?')}",
+        "steps": Keyed(f"{run.reached:,} of {text(run.last('run_start').get('steps') or '?')}", run.reached),
         "training": _first_and_last(learned, run.traces.get(learned, [])),
         "held out": _first_and_last(str(metric), run.traces.get(f"held out: {metric}", [])),
         "tokens/s, median": f"{statistics.median(value for _, value in rates):,.0f}" if rates else None,
-        "peak a rank": f"{peaks[0].show(peaks[0].measured)}, planned {peaks[0].show(peaks[0].predicted)}" if peaks else None,
-        "goodput": f"{goodput:.0%}" if goodput is not None else None,
+        "peak a rank": _peak(peaks[0]) if peaks else None,
+        "goodput": Keyed(f"{goodput:.0%}", goodput) if goodput is not None else None,
         "restarts": run.restarts,
-        "time": seconds_of(run.seconds),
+        "time": (took := seconds_of(run.seconds)) and Keyed(took, run.seconds),
     }
 
 
 def _first_and_last(name: str, trace: Trace) -> str | None:
-    found = [value for _, value in trace if value is not None]
-    return f"{name} {found[0]:.4g} → {'no number' if trace[-1][1] is None else f'{found[-1]:.4g}'}" if found else None
+    """Sorted by the last."""
+    found, last = [value for _, value in trace if value is not None], trace[-1][1] if trace else None
+    if not found:
+        return None
+    return f"{name} {found[0]:.4g} → no number" if last is None else Keyed(f"{name} {found[0]:.4g} → {last:.4g}", last)
+
+
+def _peak(row: Comparison) -> str:
+    return Keyed(f"{row.show(row.measured)}, planned {row.show(row.predicted)}", row.measured)
 
 
 def _remarks(run: RunFacts) -> list[str]:

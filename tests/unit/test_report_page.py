@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import statistics
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from drumline.errors import EnvironmentFault, UserError
 from drumline.report import page
 from drumline.report.curves import MOST_POINTS, binned, charts
 from drumline.report.facts import RunFacts, differences, short_names
+from drumline.report.markup import Keyed, table
 from drumline.telemetry.events import Eval
 from tests.harness import ROOT
 from tests.unit.report_runs import HOSTILE, start, step, write_run
@@ -186,3 +188,29 @@ def test_sets_of_evaluation_share_a_chart(tmp_path: Path) -> None:
     found = {chart["title"]: [each["name"] for each in chart["series"]] for chart in charts([RunFacts(run)], ["x"])}
     assert found["held out: loss"] == ["all sets", "easy", "hard"]
     assert found["held out: mmlu/acc"] == ["x"] and "held out: easy/loss" not in found
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
+@pytest.mark.parametrize(
+    "column",
+    [
+        [Keyed("59 s", 59), Keyed("2:03", 123), Keyed("30:00", 1800), Keyed("1:02:03", 3723)],
+        [Keyed("12.00 KiB", 12 * 2**10), Keyed("900.00 MiB", 900 * 2**20), Keyed("1.20 GiB", 1.2 * 2**30)],
+        [Keyed("loss 5.3 → 0.4", 0.4), Keyed("loss 5.2 → 1.3", 1.3), Keyed("loss 5.1 → 2.9", 2.9), None, "loss 5 → no number"],
+        ["-1", 0, "1e-05", "0.5", 12, "1,234", "10,234", "[1e-5, 2]", "cosine", "linear"],
+        ["run-2", "run-10"],
+    ],
+)
+def test_a_table_is_sorted_by_numbers(column: list[object]) -> None:
+    found = re.findall(r"<td(.*?)>(.*?)</td>", table(["x"], [[each] for each in column]))
+    keys = [re.search(r'data-key="(.*?)"', attributes) for attributes, _ in found]
+    texts = [re.sub("<.*?>", "", shown) for _, shown in found]
+    given = [{"dataset": {"key": key[1]} if key else {}, "textContent": shown} for key, shown in zip(keys, texts, strict=True)]
+    source = page.asset("page.js")
+    code = source[source.index("function inOrder") : source.index("function sortable")]
+    code += (
+        f"const cells = {json.dumps(given)}; const shown = (those) => JSON.stringify(those.sort(inOrder).map((cell) => cell.textContent));"
+    )
+    code += "console.log(shown([...cells].reverse())); console.log(shown([...cells]))"
+    out = subprocess.run(["node", "-e", code], capture_output=True, check=True)
+    assert [json.loads(line) for line in out.stdout.splitlines()] == [texts] * 2
