@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,7 @@ class Live:
         elif kind == "step":
             self.before = self.before or 0
             self.seconds[event["step"]] = number(event.get("seconds")) or 0.0
-            state |= {"status": "running", "step": event["step"], "memory": event.get("memory_bytes"), "goodput": self._goodput()}
+            state |= {"status": "running", "step": event["step"], "memory": event.get("memory_bytes")}
             state |= {key: number(event.get(key)) for key in ("loss", "lr", "tokens_per_s")}
         elif kind == "fault":
             state |= {"status": "failed" if str(event.get("action")).startswith("stop") else "starting again"}
@@ -96,6 +95,8 @@ class Live:
 
     def _goodput(self) -> float | None:
         """As RunFacts has it, so far."""
+        if not self.seconds:
+            return None
         worth = sum(self.seconds.values()) / len(self.seconds) * (max(self.seconds) - (self.before or 0))
         return min(1.0, worth / (self.last - self.began)) if self.last > self.began else None
 
@@ -106,7 +107,8 @@ class Live:
             recent = [*self.seconds.values()][-20:]
             left = (number(self.state.get("steps")) or 0) - (number(self.state.get("step")) or 0)
             eta = left * sum(recent) / len(recent) if recent and left > 0 else None
-            made = {"state": {**self.state, "eta": eta, "ranks": ranks}, "points": points, "lines": [*self.lines], **self.fresh}
+            state = {**self.state, "goodput": self._goodput(), "eta": eta, "ranks": ranks}
+            made = {"state": state, "points": points, "lines": [*self.lines], **self.fresh}
             self.points, self.fresh = {}, {}
             self.lines.clear()
         return made
@@ -137,11 +139,9 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(404, "there is / and /events\n")
 
     def _cookie(self) -> str:
-        try:
-            found = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie)
-        except CookieError:
-            return ""
-        return found.value if found else ""
+        """By hand: http.cookies drops all of them for an odd one, and other servers of this host have theirs here, too."""
+        pairs = (each.strip().partition("=") for each in self.headers.get("Cookie", "").split(";"))
+        return next((value for name, _, value in pairs if name == self.server.cookie), "")
 
     def _answer(self, code: int, text: str, *headers: tuple[str, str], kind: str = "text/plain") -> None:
         content = text.encode(errors="replace")

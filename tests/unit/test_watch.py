@@ -18,8 +18,9 @@ from drumline.core import heartbeat
 from drumline.errors import EnvironmentFault, UserError
 from drumline.launchers.lease import Lease
 from drumline.launchers.stages import stages
-from drumline.report.watch import MOST_BROWSERS, Server, beside, serving, watch
-from drumline.telemetry.events import EventLog, Fault
+from drumline.report.facts import RunFacts
+from drumline.report.watch import MOST_BROWSERS, Live, Server, beside, serving, watch
+from drumline.telemetry.events import EventLog, Fault, read
 from tests.unit.report_runs import HOSTILE, start, step, write_run
 
 pytestmark = pytest.mark.slow
@@ -94,9 +95,26 @@ def test_who_gets_in(tmp_path: Path) -> None:
         assert (
             get(url, Cookie=cookie).status == 200 and get(url, Cookie=cookie[:-1]).status == 401 and get(url, Cookie="\x00;=").status == 401
         )
+        for odd in ("a b", "weird=[x]", 'x={"a":1}', "theme:x=1; bad@key=1", "_ga=GA1.1.1", "=;;"):
+            assert get(url, Cookie=f"{odd}; {cookie}").status == 200 and get(url, Cookie=f"{cookie}; {odd}").status == 200, odd
         assert get(url, f"/?token={token}", Host="evil.example").status == 421
     with serving([run], "0.0.0.0", 0, nothing) as other:
         assert other.split("token=")[1] != token
+
+
+def test_goodput_is_worked_out_once_a_message(tmp_path: Path) -> None:
+    class Counting(Live):
+        asked = 0
+
+        def _goodput(self) -> float | None:
+            self.asked += 1
+            return super()._goodput()
+
+    run = Counting(write_run(tmp_path / "run"))
+    assert run.message([])["state"]["goodput"] is None
+    for event in read(run.folder / "events.jsonl"):
+        run.add(event)
+    assert run.message([])["state"]["goodput"] == pytest.approx(RunFacts(run.folder).goodput) and run.asked == 2
 
 
 def test_a_held_port_and_what_is_no_run_are_one_line(tmp_path: Path) -> None:
