@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from drumline.models.export import PROVENANCE
 from drumline.telemetry.events import Eval, Event, Step, read
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# The start of a path of this machine, up to a folder in it: of /, ~, and of what stands behind a scheme, but for a host.
+LOCAL = re.compile(r"(?<![\w/.~])(?P<scheme>(?:[A-Za-z][\w+.-]*:+)*)(?:(?:/(?!/)|/{3,}|(?<=file:)//)[^\s/'\"]+/|~[^\s/'\"]*/)")
 LICENSE = ("license", "license_name", "license_link")
 
 
@@ -50,15 +53,22 @@ def card(run_dir: Path, plan: Plan, folder: Path, to: str, adapter: bool) -> str
 
 def _sections(run_dir: Path, plan: Plan, events: list[Event], origin: dict[str, Any]) -> list[str]:
     data, made = plan.data, [f"{name} {origin[name]}" for name in ("drumline", "torch", "transformers") if origin.get(name)]
-    command = f"drumline train {run_dir.name}.yaml"
+    name, strings = run_dir.resolve().name, [*_strings(plan.model_dump(mode="json"))]
+
+    def short(text: str) -> str:
+        """Paths of the plan may have spaces, where no pattern finds their ends."""
+        for each in sorted(strings, key=len, reverse=True):
+            text = text.replace(each, public(each)) if public(each) != each else text
+        return _short_paths(text)
+
     return [
         "## Data\n" + _table([("source", "kind"), *((_source(source), source.kind) for source in plan.config.data.train)]),
         *([f"{data.train_samples:,} training samples, {data.train_tokens:,} tokens; {data.eval_samples:,} held out."] if data else []),
-        *[f"- {_text(line)}" for line in (data.notes if data else ())],
+        *[f"- {_text(short(line))}" for line in (data.notes if data else ())],
         *_measured(events, origin.get("step")),
-        f"## Command\n    {command}\n\nwith this as {run_dir.name}.yaml (paths of the machine are shortened):",
+        f"## Command\n    drumline train {name}.yaml\n\nwith this as {name}.yaml (paths of the machine are shortened):",
         f"```yaml\n{write_yaml(public(_given(plan.config)))}```",
-        f"## Plan\n{strategy_name(plan)} on {plan.mesh.world_size} × {plan.device}.\n\n```\n{_short_paths(explain(plan))}\n```",
+        f"## Plan\n{strategy_name(plan)} on {plan.mesh.world_size} × {plan.device}.\n\n```\n{short(explain(plan))}\n```",
         f"## Versions\nWritten with {', '.join(made)}.",
     ]
 
@@ -119,16 +129,27 @@ def _with_kinds(given: Any, full: Any) -> Any:
 
 
 def public(value: Any) -> Any:
-    """A value in which paths of this machine are names alone."""
+    """A value in which paths of this machine are names alone. A text that is one path may have spaces in it."""
     if isinstance(value, dict):
         return {key: public(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [public(inner) for inner in value]
+    if isinstance(value, str) and (start := LOCAL.match(value)) and not re.search(r"\n|\s[/~-]", value):
+        return f"{start['scheme']}…/{value.rstrip('/').rpartition('/')[2]}"
     return _short_paths(value) if isinstance(value, str) else value
 
 
 def _short_paths(text: str) -> str:
-    return re.sub(r"(?<![\w:/.~])~?/(?:[^\s/'\"]+/)+([^\s/'\"]+)", r"…/\1", text)
+    return re.sub(LOCAL.pattern + r"(?:[^\s/'\"]+/)*([^\s/'\"]+)", r"\g<scheme>…/\2", text)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All of them that a value holds."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner)
 
 
 def _source(source: Any) -> str:

@@ -47,7 +47,7 @@ def push(run: Path, to: str, private: bool, adapter: bool, dry_run: bool, trust:
         print(f"{size(len(text.encode())):>12}  README.md\n\n{printable(text)}\nnothing was sent to {api.endpoint}/{to}")
         return
     with _refused(token):
-        url = _send(api, to, private, {**files, "README.md": text.encode()}, run.name)
+        url = _send(api, to, private, {**files, "README.md": text.encode()}, run.resolve().name)
     print(f"sent {len(files) + 1} files to {url}")
 
 

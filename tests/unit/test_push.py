@@ -120,6 +120,31 @@ def test_a_license_is_never_invented(tmp_path: Path, text: str) -> None:
     assert license_of(tmp_path / "none.md", "me/base", None) == {}
 
 
+def test_a_run_is_named_from_within(run: Path, hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run)
+    push(Path(), "me/tiny", private=False, adapter=False, dry_run=True, trust=False)
+    assert "drumline train run.yaml" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("/home/alice smith/secret proj/rows.jsonl", "…/rows.jsonl"),
+        ("file:///home/alice/rows.jsonl", "file:…/rows.jsonl"),
+        ("file://localhost/home/alice b/rows.jsonl", "file:…/rows.jsonl"),
+        ("json:/home/alice/rows.json", "json:…/rows.json"),
+        ("sqlite:////home/alice/db.sqlite", "sqlite:…/db.sqlite"),
+        ("simplecache::file:///home/alice/x", "simplecache::file:…/x"),
+        ("~alice/rows.jsonl", "…/rows.jsonl"),
+        ("/home/alice/mine.py:Name", "…/mine.py:Name"),
+        ("/usr/bin/python /home/alice/x.py --to=/home/alice/y", "…/python …/x.py --to=…/y"),
+        *((same, same) for same in ("https://x.org/a/b", "postgresql://u@h/db", "hub:me/rows", "and/or/so", "/no_think Say yes and/or no")),
+    ],
+)
+def test_whatever_a_path_is_written_like(given: str, shown: str) -> None:
+    assert public(given) == shown
+
+
 def test_paths_of_the_machine_are_names_alone() -> None:
     given = {"a": ["/home/me/rows.jsonl", "~/x/y"], "b": "me/model", "c": "s3://bucket/a/b", "d": "runs/one", "e": 3}
     assert public(given) == {"a": ["…/rows.jsonl", "…/y"], "b": "me/model", "c": "s3://bucket/a/b", "d": "runs/one", "e": 3}
