@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from drumline.core.files import numbered
 from drumline.core.output import nobody_reads
@@ -21,6 +22,7 @@ from drumline.launchers.slurm import queue
 from drumline.telemetry.events import Emit, Event, Fault, RunEnd, RunStart, Step, last, last_start, tail
 
 LOOK_SECONDS = 0.5
+NO_RUNS = Path("runs")  # which is not there before the first run
 STOP_SECONDS = 30.0  # between two lines while a run saves
 TAKEOVER_SECONDS = 60.0  # for another host to follow a launcher that died, where hosts come and go
 
@@ -53,8 +55,9 @@ def require_run(folder: Path) -> Submitted | None:
 
 def states(folder: Path) -> list[State]:
     """Of the run in `folder`, or of all runs below it, the newest event first. Raises UserError where there is no such folder."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError("is no folder", where=str(folder), fix="name a run, or the folder that has runs")
+    if not folder.is_dir() and (folder.exists() or folder != NO_RUNS):
+        what = "is no folder" if folder.exists() else "there is no such folder"
+        raise UserError(what, where=str(folder), fix="name a run, or the folder that has runs")
     runs = [folder] if is_run(folder) else [path.parent for path in sorted(folder.glob("*/plan.json"))]
     held = lease.holders(runs)
     found = [_state(run, held.get(run)) for run in runs]
@@ -128,7 +131,9 @@ def follow(run: Path, on_event: Emit) -> int:
     start = last_start(path)
     if (job := queue.queued_job(run)) is not None:
         return queue.follow(run, job, on_event, start)
-    nodes = read_object(run / "plan.json", UserError, "name the folder of a run").get("config", {}).get("launch", {}).get("nodes")
+    nodes: Any = read_object(run / "plan.json", UserError, "name the folder of a run")
+    for key in ("config", "launch", "nodes"):  # as another version may have left them out
+        nodes = nodes.get(key) if isinstance(nodes, dict) else None
     patience = TAKEOVER_SECONDS if isinstance(nodes, dict) else 0.0
     until = time.monotonic() + patience
     with LauncherSignals() as signals, tail(path, on_event, start):
@@ -168,9 +173,14 @@ def stop(run: Path) -> None:
 
 
 def _wait_for_end(run: Path, token: str) -> None:
-    printed = time.monotonic()
+    """Until its holder has given the lease back, or has died: one on another host where its counter stands still."""
+    printed, moved, count = time.monotonic(), 0.0, b""
     with LauncherSignals() as signals:
-        while (now := lease.holder(run)) is not None and now.token == token and now.alive is not False and not signals.number:
+        while (now := lease.holder(run)) is not None and now.token == token and not signals.number:
+            moved, count = (moved if now.count == count else time.monotonic()), now.count
+            if now.alive is False or (now.alive is None and time.monotonic() - moved > lease.PATIENCE_SECONDS):
+                print(f"{run}: its launcher has died", file=sys.stderr)
+                return
             if time.monotonic() - printed > STOP_SECONDS:
                 printed = time.monotonic()
                 print(f"{run}: still saving", file=sys.stderr)

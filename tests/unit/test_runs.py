@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -133,11 +134,29 @@ def test_a_damaged_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     runs.print_logs(run, None)
     assert capsys.readouterr().out == "rank 1 | hello\n"
     assert runs.follow(run, lambda event: None) == 1 and capsys.readouterr().err == f"{run}: not started\n"
+    for config in (None, [], {"launch": None}, {"launch": {"nodes": 3}}):
+        (run / "plan.json").write_text(json.dumps({"config": config}))
+        assert runs.follow(run, lambda event: None) == 1
     (run / "events.jsonl").mkdir()
     with pytest.raises(EnvironmentFault, match="it is a folder"):
         runs.follow(run, lambda event: None)
     with pytest.raises(UserError, match="is no folder"):
         runs.states(run / "plan.json")
+    with pytest.raises(UserError, match="there is no such folder"):
+        runs.states(tmp_path / "none")
+
+
+def test_a_holder_elsewhere_that_has_died_is_waited_for_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lease, "PATIENCE_SECONDS", 0.2)
+    run = run_of(tmp_path, "run")
+    with Lease(run) as held:
+        text = (run / lease.NAME).read_bytes()
+    there = {**json.loads(text.split(b"\n")[0]), "host": "elsewhere", "boot": "another"}
+    (run / lease.NAME).write_bytes(json.dumps(there).encode() + b"\n%020d\n" % 7)
+    runs._wait_for_end(run, held.token)
+    assert "its launcher has died" in capsys.readouterr().err
 
 
 COMMANDS = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
