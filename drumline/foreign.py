@@ -49,6 +49,11 @@ def path_mistake(path: str) -> str | None:
     return None
 
 
+def expanded(path: str) -> Path:
+    """A path, with the home folder in the place of `~` or `~user`; as it is where there is no such user."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's own raises for such a user
+
+
 def import_quietly(package: str) -> Any:
     """A package, without the warnings about the syntax of its code: Python shows them where it compiles a module, at its first import."""
     with warnings.catch_warnings():

@@ -12,7 +12,7 @@ from drumline.compat.sheet import AUTO, Old, Sheet, Source, contradiction, liste
 from drumline.core.mistakes import by_word
 from drumline.core.yaml_lines import read_yaml
 from drumline.errors import ConfigError
-from drumline.foreign import read_text
+from drumline.foreign import expanded, read_text
 
 STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
 WHAT = "a DeepSpeed config"
@@ -257,8 +257,8 @@ def own_deepspeed_file(sheet: Sheet, old: Old) -> None:
 
 def found(base: Path, name: str) -> Path:
     """A file that an old one names: beside it, or from the current folder, as accelerate and transformers look for it."""
-    beside = base / Path(name).expanduser()
-    here = Path(name).expanduser()
+    beside = base / expanded(name)
+    here = expanded(name)
     return here if not beside.exists() and here.exists() else beside
 
 

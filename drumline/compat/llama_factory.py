@@ -16,6 +16,7 @@ from drumline.compat.sheet import AUTO, Old, Sheet, pop, refuse, shown
 from drumline.compat.trl import ROLLOUT, rollouts, template
 from drumline.core.mistakes import by_word
 from drumline.core.registry import nearest
+from drumline.foreign import expanded
 
 STAGES = {"sft": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward", "pt": "pretrain", "ppo": "ppo"}
 ATTENTION = {"auto": "auto", "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
@@ -221,7 +222,7 @@ def _columns(sheet: Sheet, old: Old, entry: dict[str, Old], kind: str) -> dict[s
 def beside(base: Path, name: str) -> Path | None:
     """A file that an old one names, from its folder, from those above it, or the current one: files lie deep in a tool's folder."""
     here = base.absolute()
-    places = [folder / Path(name).expanduser() for folder in (here, *list(here.parents)[:3], Path.cwd())]
+    places = [folder / expanded(name) for folder in (here, *list(here.parents)[:3], Path.cwd())]
     return next((path for path in places if path.is_file()), None)
 
 

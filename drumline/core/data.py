@@ -17,7 +17,7 @@ from drumline.core.mixing import CurriculumKey, DecontaminateKey, DuplicatesKey,
 from drumline.core.registry import Registered, Spec, find_object, imported
 from drumline.core.section import MOST_SEED, Amount, Part, PathText, Section, Short, Steps
 from drumline.core.urls import is_url, secret_mistake
-from drumline.foreign import content_of
+from drumline.foreign import content_of, expanded
 
 Forms = tuple[tuple[str, ...], ...]  # the columns of a row, one tuple for each form that it may have
 TEXT_FORMS: Forms = (("messages",), ("prompt", "completion"), ("text",))
@@ -73,7 +73,7 @@ class SourceSpec(Spec, Mixed):
         if not isinstance(value, str):
             return value
         start, _, name = value.partition(":")
-        place = None if is_url(value) or "\0" in value else (base_dir or Path()) / Path(value).expanduser()
+        place = None if is_url(value) or "\0" in value else (base_dir or Path()) / expanded(value)
         if start == "tasks" and name:
             return {"kind": "tasks", "tasks": {each.strip(): {} for each in name.split(",") if each.strip()}}
         if start in ("hub", "modelscope") and name:

@@ -24,7 +24,7 @@ from drumline.core.redact import plain, withhold
 from drumline.core.run import EvalConfig
 from drumline.core.yaml_lines import Place, read_yaml, write_yaml
 from drumline.errors import CheckpointError, ConfigError
-from drumline.foreign import MIB, first_line, read_object
+from drumline.foreign import MIB, expanded, first_line, read_object
 from drumline.foreign import read_text as plain_text
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _loaded(draft: Draft, path: Path, base: Path, overrides: list[str], trusted:
     for name, key in (("model", "chat_template"), ("cluster", "calibration")):
         if (file := getattr(section := getattr(config, name), key, None)) is not None and file not in TEMPLATES:
             # Ranks read it from the plan, and no longer know where the YAML was.
-            update[name] = section.model_copy(update={key: str((base / Path(file).expanduser()).absolute())})
+            update[name] = section.model_copy(update={key: str((base / expanded(file)).absolute())})
     return Loaded(config.model_copy(update=update), path, base, tuple(draft.notes), draft.resume, draft.old or laid_over)
 
 

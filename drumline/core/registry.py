@@ -27,7 +27,7 @@ from pydantic_core import CoreSchema, SchemaValidator, core_schema
 
 from drumline.core.section import Section, kinds_without_keys
 from drumline.errors import ConfigError, DrumlineError
-from drumline.foreign import class_and_line
+from drumline.foreign import class_and_line, expanded
 
 
 class Spec(Section):
@@ -96,7 +96,7 @@ def find(base: type[S], kind: str, base_dir: Path | None = None, trusted: bool =
     place, _, name = kind.rpartition(":")
     base_dir = (base_dir or Path()).absolute()
     if place.endswith(".py"):
-        kind = f"{base_dir / Path(place).expanduser()}:{name}"
+        kind = f"{base_dir / expanded(place)}:{name}"
     mine = _own.setdefault(base, {})
     if kind not in mine:
         if not trusted:
@@ -208,7 +208,7 @@ def find_object(path: str, base_dir: Path, where: str, thing: str = "class") -> 
     place, _, name = path.rpartition(":")
     if str(base_dir) not in sys.path:
         sys.path.append(str(base_dir))  # at the end: it shadows nothing
-    found: Any = _file(base_dir / Path(place).expanduser(), where) if place.endswith(".py") else _module(place, base_dir, where)
+    found: Any = _file(base_dir / expanded(place), where) if place.endswith(".py") else _module(place, base_dir, where)
     for part in name.split("."):
         if not hasattr(found, part):
             there = [other for other, value in vars(found).items() if callable(value) and not other.startswith("__")]

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +17,7 @@ from drumline.data.files import as_json, image_path
 from drumline.data.sources import Row, holds_images
 from drumline.data.templates import Encoded, Encoder, Example, Messages, Policy, as_messages, truncate
 from drumline.errors import ConfigError, DataError
+from drumline.foreign import expanded
 
 Text = str | Messages
 SIDES = ("chosen", "rejected")
@@ -222,7 +222,7 @@ class LabelledImages:
     def encode(self, row: Row) -> Encoded | None:
         from drumline.models.vision import read_image  # with torch
 
-        path = str((row.folder / Path(image_path(row.values["image"], row.origin)).expanduser()).absolute())
+        path = str((row.folder / expanded(image_path(row.values["image"], row.origin))).absolute())
         read_image(path, row.origin)
         return Encoded([_unlearned([0])], {"label": label_of(row, self.labels), "origin": row.origin, "path": path})
 

@@ -24,7 +24,7 @@ from drumline.data.places import hash_file, locate
 from drumline.data.sources import call_hub, domains
 from drumline.data.sql import content
 from drumline.errors import DataError, ModelError
-from drumline.foreign import first_line
+from drumline.foreign import expanded, first_line
 from drumline.hardware.detect import cache_dir
 from drumline.models.files import tokenizer_folder, tokenizer_revision
 from drumline.models.templates import read_template
@@ -92,7 +92,7 @@ def _source(source: Source, base_dir: Path) -> dict[str, Any]:
     if not isinstance(source, SavedSource):
         text = imported(partial(source.content, base_dir), source.label, "data source", doing="reading")
         return {**source.model_dump(exclude=_APART), "content": text}
-    folder = base_dir / Path(source.path).expanduser()
+    folder = base_dir / expanded(source.path)
     if not folder.is_dir():
         raise DataError(f"no such folder: {folder}", where="data source", fix="paths are relative to the folder of the YAML")
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("cache-"))
@@ -116,7 +116,7 @@ def _tokenizer(config: Config, tokenizer_path: str, base_dir: Path) -> dict[str,
     files = {name: hash_file(folder / name) for name in names if _TOKENIZER_FILES.fullmatch(name)}
     name = config.model.chat_template
     if name is not None and name not in TEMPLATES:
-        name = str(base_dir / Path(name).expanduser())
+        name = str(base_dir / expanded(name))
     template = None if name is None else hashlib.sha256(read_template(name).encode()).hexdigest()
     return {"files": files, "chat_template": template}
 

@@ -28,6 +28,7 @@ from drumline.data.files import image_path
 from drumline.data.sources import Row, is_image
 from drumline.data.templates import Encoded, Encoder, Example, as_messages, truncate
 from drumline.errors import DataError
+from drumline.foreign import expanded
 from drumline.models.vision import Grid, Vision, pixels, read_image
 
 PLACE = "<image>"
@@ -106,7 +107,7 @@ def place_images(row: Row) -> tuple[Row, list[str]]:
         if named is None and not waiting:
             raise DataError("there are more places for images than images", where=row.origin, fix="name each in the column `images`")
         path = image_path(waiting.pop(0) if named is None and waiting else named, row.origin)
-        paths.append(str((row.folder / path).absolute()))
+        paths.append(str((row.folder / expanded(path)).absolute()))
         return {"type": "image"}
 
     def content(value: Any) -> Any:

@@ -25,7 +25,7 @@ from drumline.core.files import kept
 from drumline.core.redact import redact
 from drumline.core.urls import is_url
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import MIB, first_line, judged, open_plain
+from drumline.foreign import MIB, expanded, first_line, judged, open_plain
 from drumline.hardware.detect import cache_dir
 
 MOST_FILE = 2**38  # bytes: all are hashed before the first row is read (minutes), and holes of sparse files are hashed too
@@ -165,7 +165,7 @@ def locate(source: FileSource, base_dir: Path) -> list[DataFile]:
     DataError where there is none."""
     if is_url(source.path):
         return _remote(source, base_dir)
-    top = base_dir / Path(source.path).expanduser()
+    top = base_dir / expanded(source.path)
     if top.is_dir():
         inside = sorted(path for path in top.rglob("*") if not any(part.startswith(".") for part in path.relative_to(top).parts))
         names = _picked([str(path.relative_to(top)) for path in inside if path.is_file()], source)
@@ -177,7 +177,7 @@ def locate(source: FileSource, base_dir: Path) -> list[DataFile]:
 
 def find(pattern: str, base_dir: Path) -> list[Path]:
     """The files that a path or glob names, in alphabetical order, each once even with several names. Raises DataError if there is none."""
-    full = str(base_dir / Path(pattern).expanduser())
+    full = str(base_dir / expanded(pattern))
     names = [full] if Path(full).is_file() else sorted(_matches(full))
     found: dict[Path, Path] = {}
     for path in map(Path, names):

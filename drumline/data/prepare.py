@@ -17,6 +17,7 @@ from drumline.data.fingerprint import cache_key, identify
 from drumline.data.make import Progress, Task, make
 from drumline.data.sources import domains
 from drumline.errors import ConfigError, DataError
+from drumline.foreign import expanded
 from drumline.hardware.detect import cache_dir
 from drumline.models.vision import Vision
 
@@ -58,7 +59,7 @@ def _done(task: Task) -> bool:
 
 def _tasks(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None) -> list[Task]:
     data = config.data
-    root = cache_dir() / "data" if data.cache_dir is None else Path(data.cache_dir).expanduser().absolute()
+    root = cache_dir() / "data" if data.cache_dir is None else expanded(data.cache_dir).absolute()
     if data.eval and data.holdout:
         raise ConfigError("data.holdout and data.eval are two ways to say the same", where="data.holdout", fix="keep one of them")
     require_room(config.algorithm.new_tokens, data.max_length)

@@ -35,7 +35,7 @@ from drumline.data.formats import Tie, nearest_format, shaped
 from drumline.data.places import locate
 from drumline.data.sql import read_sql
 from drumline.errors import DataError
-from drumline.foreign import first_line, judged
+from drumline.foreign import expanded, first_line, judged
 
 Tools = list[dict[str, Any]]
 Keep = Callable[[Iterator[tuple[Path, Raw]]], Iterator[tuple[Path, Raw]]]
@@ -297,7 +297,7 @@ def _load_saved(source: SavedSource, base_dir: Path) -> Any:
     """A saved dataset; of several splits the one that is set. Raises DataError."""
     import datasets
 
-    where, split = str(base_dir / Path(source.path).expanduser()), source.split
+    where, split = str(base_dir / expanded(source.path)), source.split
     with judged("not a saved dataset", where, DataError, "give a folder written by save_to_disk"):
         loaded = datasets.load_from_disk(where)
     if not isinstance(loaded, dict):

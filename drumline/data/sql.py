@@ -17,7 +17,7 @@ from urllib.parse import quote
 from drumline.core.data import SqlSource
 from drumline.core.redact import redact
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import first_line, open_plain
+from drumline.foreign import expanded, first_line, open_plain
 
 
 def read_sql(source: SqlSource, base_dir: Path) -> Iterator[dict[str, Any]]:
@@ -48,7 +48,7 @@ def content(source: SqlSource, base_dir: Path) -> str:
 
 def _connect(source: SqlSource, base_dir: Path) -> Any:
     if source.path is not None:
-        path = (base_dir / Path(source.path).expanduser()).absolute()
+        path = (base_dir / expanded(source.path)).absolute()
         with open_plain(path, DataError, "paths are relative to the folder of the YAML") as file:
             if file.read(16) != b"SQLite format 3\0":
                 raise DataError("not an SQLite file", where=str(path), fix="for another database set `url_env` in place of `path`")

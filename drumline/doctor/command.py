@@ -14,6 +14,7 @@ from drumline.doctor.diagnose import STDIN, Finding, diagnose, rank_without_log
 from drumline.doctor.host import Question, examine
 from drumline.doctor.hosts import all_reduce, compared, examined
 from drumline.errors import UserError, printable
+from drumline.foreign import expanded
 from drumline.hardware.detect import detect
 
 CPU_RANKS = 2
@@ -98,7 +99,7 @@ def asked_by(config: Path) -> tuple[Question, str, LauncherSpec]:
     run, model, base = loaded.config, loaded.config.model.id, loaded.base_dir
     sources = [*run.data.train, *run.data.eval] if run.data else []
     paths = [path for source in sources if isinstance(source, FileSource | SavedSource) for path in _files(source.path, base)]
-    folder = Path(model).expanduser() if model else None
+    folder = expanded(model) if model else None
     question = Question(
         run_dir=str(run.run.dir or default_run_dir(loaded.path)),
         cache_dir=run.data.cache_dir if run.data else None,
@@ -118,5 +119,5 @@ def _files(pattern: str, base: Path) -> list[str]:
 
     if is_url(pattern):
         return []
-    full = str(base / Path(pattern).expanduser())
+    full = str(base / expanded(pattern))
     return sorted(glob(full, recursive=True)) or [full]  # noqa: PTH207 - it may be absolute

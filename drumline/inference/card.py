@@ -14,7 +14,7 @@ from drumline.core.plan import Plan
 from drumline.core.redact import redact
 from drumline.core.yaml_lines import write_yaml
 from drumline.errors import ModelError
-from drumline.foreign import read_object
+from drumline.foreign import expanded, read_object
 from drumline.models.export import PROVENANCE
 from drumline.telemetry.events import Eval, Event, Step, read
 
@@ -97,7 +97,7 @@ def base_of(plan: Plan) -> tuple[str | None, dict[str, Any]]:
     if model.init == "random" or model.id is None or plan.model_path is None:
         return None, {}
     local = Path(plan.model_path)
-    base = local.name if Path(model.id).expanduser().is_dir() else model.id
+    base = local.name if expanded(model.id).is_dir() else model.id
     return base, license_of(local / "README.md" if local.is_dir() else None, model.id, model.revision)
 
 

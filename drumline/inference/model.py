@@ -25,7 +25,7 @@ from drumline.core.rollouts import HFGenerator as HFConfig
 from drumline.core.signals import CtrlC
 from drumline.dist.seeds import derive
 from drumline.errors import DataError, ModelError, UserError
-from drumline.foreign import judged, read_object, require_package
+from drumline.foreign import expanded, judged, read_object, require_package
 from drumline.models.adapters import CONFIG as ADAPTER
 from drumline.models.adapters import read_over
 from drumline.models.build import build_model
@@ -116,7 +116,7 @@ def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Mode
     """`place`: a run folder (its export, else its best or newest checkpoint), a folder that transformers or PEFT reads, a hub id, or
     `package:NAME`. Raises ModelError for what does not write text, CheckpointError for a run that has saved nothing."""
     quiet()
-    folder = Path(place).expanduser()
+    folder = expanded(place)
     if (folder / "plan.json").exists():
         plan = Plan.load(folder / "plan.json", trust)
         if not plan.config.algorithm.writes:

@@ -20,7 +20,7 @@ from drumline.core import mirror
 from drumline.core.files import give_name, temporary_folder
 from drumline.core.model import ModelConfig
 from drumline.errors import DrumlineError, EnvironmentFault, ModelError
-from drumline.foreign import first_line, read_object
+from drumline.foreign import expanded, first_line, read_object
 from drumline.hardware.detect import cache_dir
 from drumline.models.classes import AUTO
 
@@ -49,7 +49,7 @@ def resolve(model: ModelConfig, on_progress: OnProgress) -> str | None:
     seconds."""
     if model.id is None:
         return None
-    folder, where = Path(model.id).expanduser(), f"model.id {model.id}"
+    folder, where = expanded(model.id), f"model.id {model.id}"
     if model.id.startswith(mirror.PREFIX):
         return mirror.fetched(model.id, model.revision, "model", ModelError, where)
     kind = "a package" if model.id.startswith(PREFIX) else "a local folder" if folder.is_dir() else None

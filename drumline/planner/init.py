@@ -22,7 +22,7 @@ from drumline.core.load import Loaded, load_text, schema
 from drumline.core.registry import kinds_alone
 from drumline.core.urls import is_url
 from drumline.errors import EnvironmentFault, UserError
-from drumline.foreign import disk_errors
+from drumline.foreign import disk_errors, expanded
 from drumline.models.shapes import find
 from drumline.planner.question import ADAPTERS, Flags, Found, ask, find_model, mistakes_by_flag
 from drumline.planner.report.output import SCHEMA, file, why
@@ -154,7 +154,7 @@ def source_of(typed: str, path: Path) -> dict[str, Any]:
     """A source of `data.train` from what a human types; files relative to the folder of the YAML `path`."""
     found: dict[str, Any] = SourceSpec.long(typed, Path())
     if found["kind"] in ("file", "saved") and not is_url(typed):
-        place = Path(typed).expanduser()
+        place = expanded(typed)
         found["path"] = typed if place.is_absolute() else os.path.relpath(place.absolute(), path.absolute().parent)
     return found
 
@@ -189,7 +189,7 @@ def look(config: Config, model: Found, base: Path, on_progress: OnProgress) -> F
 
     (source,) = config.data.train
     if isinstance(source, FileSource | SavedSource):
-        path = Path(source.path).expanduser()
+        path = expanded(source.path)
         is_here = (base / path).exists() or (not path.is_absolute() and any(base.glob(source.path)))
     else:
         is_here = source.kind in PACKAGES and _is_installed(PACKAGES[source.kind])

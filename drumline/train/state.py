@@ -21,6 +21,7 @@ from drumline.core.run import EvalConfig
 from drumline.data.stream import Ints
 from drumline.dist.reduce import Gathered
 from drumline.errors import ConfigError, TrainingStopped
+from drumline.foreign import expanded
 from drumline.telemetry.events import Emit, Nonfinite
 
 # A fresh fp16 scale of 2^16 may have to halve this often before the first step fits.
@@ -147,7 +148,7 @@ def fallback_folder(config: Config, run_dir: str) -> Path | None:
         return None
     run = Path(run_dir).absolute()
     own = f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
-    return Path(config.checkpoint.fallback_dir).expanduser().absolute() / own
+    return expanded(config.checkpoint.fallback_dir).absolute() / own
 
 
 class Goodput:

@@ -16,7 +16,7 @@ from drumline.core.plan import Plan
 from drumline.core.run import EvalConfig
 from drumline.dist.reduce import from_all
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
-from drumline.foreign import first_line, require_package
+from drumline.foreign import expanded, first_line, require_package
 from drumline.parallel.native import LOW_PRECISION
 from drumline.rl.generate import generating, place
 
@@ -47,7 +47,7 @@ def manager_of(options: EvalConfig, base_dir: Path) -> tuple[Any, list[str]]:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     named = [task for task in options.tasks if not task.endswith((".yaml", ".yml"))]
-    files = [(base_dir / Path(task).expanduser()).absolute() for task in options.tasks if task not in named]
+    files = [(base_dir / expanded(task)).absolute() for task in options.tasks if task not in named]
     if lost := [file for file in files if not file.is_file()]:
         raise ConfigError(f"there is no file {lost[0]}", where=WHERE, fix="paths of tasks are relative to the folder of the YAML")
     manager = TaskManager(include_defaults=bool(named))  # a search through thousands of YAMLs

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from drumline.core.data import Source
+from drumline.core.data import Source, SourceSpec
 from drumline.data.sources import Row, read_rows
 from drumline.errors import DataError
 
@@ -163,6 +163,13 @@ def test_missing_file_and_empty_glob(tmp_path: Path) -> None:
     assert f"no such file: {tmp_path}/gone.jsonl" in complaint(tmp_path, kind="file", path="gone.jsonl")
     assert "no file matches" in complaint(tmp_path, kind="file", path="*.jsonl")
     assert "the folder holds no file with rows" in complaint(tmp_path, kind="file", path=".")
+
+
+@pytest.mark.parametrize("keys", [{"kind": "file"}, {"kind": "saved"}, {"kind": "sql", "query": "t"}])
+def test_a_home_of_nobody(tmp_path: Path, keys: dict[str, Any]) -> None:
+    path = "~no-such-user/rows.jsonl"
+    assert SourceSpec.long(path, tmp_path) == {"kind": "file", "path": path}
+    assert f"{tmp_path}/{path}" in complaint(tmp_path, path=path, **keys)
 
 
 def test_unknown_kind_of_file(tmp_path: Path) -> None:
