@@ -115,8 +115,15 @@ def _parts(row: Row) -> tuple[Text, Text, Text]:
     prompt = row.values["prompt"]
     turns = as_messages(prompt, "user")
     sides = (chosen, rejected)
-    chosen, rejected = (side[len(turns) :] if isinstance(side, list) and side[: len(turns)] == turns else side for side in sides)
+    begin = [_stripped(turn) for turn in turns]
+    repeats = [isinstance(side, list) and [_stripped(turn) for turn in side[: len(turns)]] == begin for side in sides]
+    chosen, rejected = (side[len(turns) :] if repeat else side for side, repeat in zip(sides, repeats, strict=True))
     return prompt, chosen, rejected
+
+
+def _stripped(turn: dict[str, Any]) -> dict[str, Any]:
+    content = turn.get("content")
+    return {**turn, "content": content.strip()} if isinstance(content, str) else turn
 
 
 def _shared(chosen: Any, rejected: Any) -> int:

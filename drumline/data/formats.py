@@ -10,7 +10,8 @@
     transcript  texts with `Human:` and `Assistant:` turns: chosen and rejected, or the prompt
     document    a text under another name
 
-A null or empty column counts as absent. Columns that a format does not use stay with the row, for reward functions.
+A null or empty column counts as absent, but an empty answer stays one where no other column answers. Columns that a format does not use
+stay with the row, for reward functions.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ Found = tuple[dict[str, Any], set[str]]  # columns under our names, and the name
 
 PROMPTS = ("prompt", "instruction", "question", "query", "problem", "inputs", "input", "message_1", "document", "article", "dialogue")
 # Solutions come before answers: where a row has both, the answer is the result alone.
-ANSWERS = (
+REPLIES = (
     "completion", "output", "response", "solution", "generated_solution", "answer", "demonstration", "targets", "target", "message_2",
-    "summary", "highlights", "code",
 )  # fmt: skip
+ANSWERS = (*REPLIES, "summary", "highlights", "code")
 TEXTS = ("content", "document", "article", "passage", "sentence", "review", "code")
 TALKS = ("conversations", "conversation", "messages", "dialogue", "dialog", "trajectory", "chat")
 SIDES = ("prompt", "completion", "chosen", "rejected", "chosen_messages", "rejected_messages")
@@ -119,6 +120,8 @@ def _shaped(values: dict[str, Any], known: Forms, wanted: str, origin: str) -> t
     if "messages" in plain and "functions" in plain and not plain.get("tools"):  # OpenAI's older name
         plain["tools"] = plain.pop("functions")
     there = {name: value for name, value in plain.items() if value is not None and value != "" and value != []}
+    if (blank := _blank(plain, there)) is not None:
+        there[blank] = ""
     own = any(set(form) <= there.keys() for form in known if {"prompt", "messages", "label"} & set(form))
     systems = bool(headed(there.get("prompt"), there)[1])
     foreign = max((name for part, (name, _) in talks.items() if any(part in form for form in known)), default="")
@@ -133,6 +136,13 @@ def _shaped(values: dict[str, Any], known: Forms, wanted: str, origin: str) -> t
             made, used = found
             return name, _labelled(type(values)({key: value for key, value in plain.items() if key not in used} | made), known)
     return (foreign, plain) if wanted == "auto" and any(set(form) <= plain.keys() for form in known) else None
+
+
+def _blank(plain: Values, there: Values) -> str | None:
+    """The column of an empty answer to a question that no column answers; what else a row has is not learned in its place."""
+    if there.keys() & {*REPLIES, *LISTS} or first(there, TALKS, list) or not first(there, PROMPTS, str | list):
+        return None
+    return next((name for name in ANSWERS if plain.get(name) == ""), None)
 
 
 def _labelled(values: dict[str, Any], known: Forms) -> dict[str, Any]:
@@ -188,7 +198,7 @@ def _sides(there: Values) -> tuple[str, str] | None:
 def _repeats(there: Values, question: str) -> bool:
     """Whether a pair has its prompt twice: as a text, and in both sides, which are whole conversations."""
     prompt, sides = there[question], [there[key] for key in ("chosen", "rejected") if _is_whole(there.get(key))]
-    has = [any(str(prompt) in str(turn.get("content")) for turn in side if isinstance(turn, Mapping)) for side in sides]
+    has = [any(str(prompt).strip() in str(turn.get("content")) for turn in side if isinstance(turn, Mapping)) for side in sides]
     return isinstance(prompt, str) and len(has) == 2 and all(has)
 
 

@@ -34,6 +34,7 @@ from drumline.data.files import Raw, TableRow, read_digits, read_file, read_task
 from drumline.data.formats import Tie, nearest_format, shaped
 from drumline.data.places import locate
 from drumline.data.sql import read_sql
+from drumline.data.turns import ROLES
 from drumline.errors import DataError
 from drumline.foreign import expanded, first_line, judged
 
@@ -163,8 +164,8 @@ def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: in
     names = {part: part if name is None else name for part, name in given.items()}
     padded = isinstance(values, TableRow)
     forms = [form for form in known if mapped <= set(form) and mapped]
-    forms.sort(key=lambda form: any(names[part] not in values for part in form))  # of two that are meant, the one that is there
     forms = forms or [form for form in known if mapped & set(form)] or [form for form in known if all(part in values for part in form)]
+    forms.sort(key=lambda form: max(_lack(values, names[part]) for part in form))  # of several the one that is there
     there = ", ".join(values) or "none"
     if not forms:
         what = f"row {number} has no {', or '.join(' and '.join(form) for form in known)}; its columns are: {there}"
@@ -186,6 +187,11 @@ def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: in
     if tools is not None and TALKS & set(result) and (tools := read_tools(tools, names["tools"], origin, padded)):
         result["tools"] = tools
     return Row(origin, result, {name: value for name, value in values.items() if name not in taken})
+
+
+def _lack(values: dict[str, Any], name: str) -> int:
+    """How much a row lacks of a column: 2 where it has none, 1 where that holds nothing, else 0."""
+    return 2 if name not in values else int(values[name] is None or values[name] == [])
 
 
 def _checked(part: str, name: str, value: Any, origin: str, number: int, padded: bool = False) -> Any:
@@ -233,6 +239,8 @@ def _check_message(message: Any, label: str, origin: str, number: int) -> None:
 def _without_absent(message: dict[str, Any], padded: bool) -> dict[str, Any]:
     """The message without the null keys that a table pads it with. A content in parts of text alone becomes one text."""
     message = {key: item for key, item in message.items() if item is not None}
+    if (role := message["role"].lower()) in ROLES.values():  # columns that are mapped are no format, which has its own names of roles
+        message["role"] = role
     if "tool_calls" in message:
         # Chat templates write arguments as JSON; OpenAI's format has them as text.
         calls = unpadded(_read(message["tool_calls"])) if padded else _read(message["tool_calls"])

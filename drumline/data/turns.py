@@ -12,7 +12,7 @@ from drumline.errors import DataError
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "bot": "assistant", "model": "assistant",
     "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "ai": "assistant", "prompter": "user", "system": "system",
-    "function": "tool", "observation": "tool", "tool": "tool", "function_response": "tool", "function response": "tool",
+    "developer": "developer", "function": "tool", "observation": "tool", "tool": "tool", "function_response": "tool", "function response": "tool",
     "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
 ANSWERS = ("prompt", "completion", "chosen", "rejected")  # a text there may be JSON by itself
@@ -46,7 +46,7 @@ def read_talk(name: str, value: Any, origin: str) -> tuple[str, Any]:
 
 
 def _known(turn: Mapping[str, Any]) -> bool:
-    return str(turn.get("role") or turn.get("from")).lower() in (*ROLES, "developer")
+    return str(turn.get("role") or turn.get("from")).lower() in ROLES
 
 
 def _is_ours(turn: Mapping[str, Any]) -> bool:
@@ -84,7 +84,7 @@ def _joined(message: dict[str, Any], origin: str) -> dict[str, Any]:
 
 def _role(turn: Mapping[str, Any]) -> Any:
     role = turn.get("role")
-    return ROLES.get(role, role) if isinstance(role, str) else role
+    return ROLES.get(role.lower(), role) if isinstance(role, str) else role
 
 
 def transcribed(text: str, turn: re.Pattern[str] = TURN) -> list[dict[str, Any]]:

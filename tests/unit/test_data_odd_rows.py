@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from drumline.core.data import PAIR_FORMS, TEXT_FORMS, DataConfig, FileSource, Forms, PythonSource
+from drumline.core.data import PAIR_FORMS, TEXT_FORMS, Columns, DataConfig, FileSource, Forms, PythonSource
 from drumline.data.cache import TokenCache
+from drumline.data.encode import PairRows
 from drumline.data.fingerprint import cache_key
 from drumline.data.sources import Row, read_rows
 from drumline.data.templates import Encoder
@@ -37,6 +38,22 @@ def test_functions_beside_messages_are_tools(tmp_path: Path) -> None:
 def test_a_question_that_both_sides_hold_is_said_once(tmp_path: Path, name: str) -> None:
     sides: dict[str, Any] = {"chosen": [SYSTEM, ASK, SAY], "rejected": [SYSTEM, ASK, NO]}
     assert read(tmp_path, {name: "hi", **sides}, PAIR_FORMS).values == sides
+
+
+def test_blanks_around_a_question_make_no_second_one(tmp_path: Path) -> None:
+    rows = [{"prompt": prompt, "chosen": [ASK, SAY], "rejected": [ASK, NO]} for prompt in ("hi", "hi \n", [{**ASK, "content": " hi"}])]
+    tokenizer = tiny_tokenizer()
+    encoder = PairRows(tokenizer, DataConfig(train=[{"kind": "file", "path": "-"}]))
+    read_as = [read(tmp_path, row, PAIR_FORMS) for row in rows]
+    for row in (*read_as, read(tmp_path, {"q": "hi ", **rows[0]}, PAIR_FORMS, columns=Columns(prompt="q"))):
+        pair = encoder.encode(row)
+        assert pair is not None and [tokenizer.decode(side.tokens).count("hi") for side in pair.segments] == [1, 1]
+
+
+@pytest.mark.parametrize("source", [{"columns": Columns(messages="talk")}, {"format": "own", "columns": Columns(messages="talk")}])
+def test_our_roles_in_capitals_are_ours(tmp_path: Path, source: dict[str, Any]) -> None:
+    talk = [{"role": "User", "content": "hi"}, {"role": "ASSISTANT", "content": "hello"}, {"role": "Narrator", "content": "x"}]
+    assert [turn["role"] for turn in read(tmp_path, {"talk": talk}, **source).values["messages"]] == ["user", "assistant", "Narrator"]
 
 
 def test_values_of_numpy_and_pandas_are_plain(tmp_path: Path) -> None:
