@@ -22,7 +22,7 @@ from drumline.data.filters import RawRows, where
 from drumline.data.images import count_images, join_metas
 from drumline.data.overlap import Evaluation, drop_copies, drop_near_copies
 from drumline.data.packing import cut, pack
-from drumline.data.sources import Row, describe, read_rows
+from drumline.data.sources import OPTIONAL, Row, describe, read_rows
 from drumline.data.stage import HELD_OUT, TRAIN, Ints, Stage
 from drumline.data.workers import Job, encode_all
 from drumline.errors import DataError
@@ -84,20 +84,26 @@ def make(task: Task, tokenizer_path: str, base_dir: Path, progress: Progress) ->
         progress("pack", rows, rows)
 
 
-def rows_of(task: Task, number: int, base_dir: Path, stage: Stage, skip: int = 0) -> Generator[Row, None, int]:
+def rows_of(task: Task, number: int, base_dir: Path, stage: Stage, skip: int = 0, faulty: bool = False) -> Generator[Row, None, int]:
     """The rows of a source that fulfil its conditions, without the first `skip`; what was left out, and the formats that were found, are
-    noted in `stage`. Returns how many there are."""
+    noted in `stage`. `faulty`: see `read_rows`. Returns how many there are. Raises DataError also where none has a mapped column."""
     source, role, found, ties = task.sources[number], task.role, 0, Counter[str]()
     own = f"data.{role}.{task.eval_set or ''}".rstrip(".") + f"[{number}].where"
+    mapped = {name for part in OPTIONAL if (name := getattr(source.columns, part))}
     conditions = [(own, source.where), ("data.where", task.config.data.where if role == "train" else None)]
 
     def dropped(rows: int) -> None:
         stage.counts.update({(number, "read"): rows, (number, "filtered"): rows})
 
-    def keep(raw: RawRows) -> RawRows:
-        return where(raw, [(key, condition) for key, condition in conditions if condition is not None], dropped)
+    def noted(raw: RawRows) -> RawRows:
+        for place, (origin, values) in raw:
+            mapped.difference_update(values)
+            yield place, (origin, values)
 
-    for found, row in enumerate(read_rows(source, base_dir, task.config.algorithm.forms, ties, number, keep), 1):
+    def keep(raw: RawRows) -> RawRows:
+        return where(noted(raw) if mapped else raw, [(key, condition) for key, condition in conditions if condition is not None], dropped)
+
+    for found, row in enumerate(read_rows(source, base_dir, task.config.algorithm.forms, ties, number, keep, faulty), 1):
         if row.format:
             stage.formats.setdefault(describe(source), set()).add(row.format)
         if found > skip:
@@ -106,6 +112,10 @@ def rows_of(task: Task, number: int, base_dir: Path, stage: Stage, skip: int = 0
     if not found:
         what = "no row of it fulfils its conditions (`where`)" if stage.counts[number, "read"] else "the dataset is empty: it has no rows"
         raise DataError(what, where=describe(source))
+    # A stream goes on: its first pass may end after days.
+    if mapped and not task.streams and (source.limit is None or found + ties.total() < source.limit):
+        what = f"no row has the column {min(mapped)!r}, which `columns` maps"
+        raise DataError(what, where=describe(source), fix="name one that is there, or leave it out")
     return found
 
 

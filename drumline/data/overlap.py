@@ -58,9 +58,12 @@ def grams(text: str, size: int) -> UInt64s:
     return np.unique(mix(found))
 
 
-def print_of(text: str) -> npt.NDArray[np.uint32]:
-    """uint32[128]: the smallest of a text's grams under each permutation, by multiply-shift (Dietzfelbinger et al. 1997)."""
+def print_of(text: str, apart: bytes = b"") -> npt.NDArray[np.uint32]:
+    """uint32[128]: the smallest of a text's grams under each permutation, by multiply-shift (Dietzfelbinger et al. 1997). Texts with unlike
+    8 bytes of `apart` have no gram in common."""
     found, values = np.full(PERMUTATIONS, 2**32 - 1, np.uint32), grams(text, SHINGLE)
+    if apart:
+        values = mix(values ^ np.frombuffer(apart, "<u8")[0])
     for at in range(0, len(values), _PIECE):
         permuted = (values[at : at + _PIECE, None] * _FACTORS + _SHIFTS) >> np.uint64(32)
         np.minimum(found, permuted.min(axis=0).astype(np.uint32), out=found)

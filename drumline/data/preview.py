@@ -77,26 +77,31 @@ class Reader:
         self.special = special_ids(self.job.tokenizer) if self.job.tokenizer is not None else set()
 
     def rows(self, wanted: int | None, first: int) -> Iterator[tuple[int, Row | DataError]]:
-        """The `first` rows of each source, numbered from 1; or the `wanted` one alone, wherever it is. The last may be why a source cannot
-        be read on. Raises DataError where there is no such row."""
+        """The `first` rows of each source, numbered from 1; or the `wanted` one alone, wherever it is. The last of a source may be why it
+        cannot be read on. Raises DataError where there is no such row."""
         number, task = 0, Task(self.config, self.config.data.train, Path(), None)
         for place in range(len(task.sources)):
             try:
-                for row in islice(rows_of(task, place, self.base_dir, self.outcomes), None if wanted else first):
+                rows = rows_of(task, place, self.base_dir, self.outcomes, faulty=True)
+                for row in islice(rows, None if wanted else first):
                     number += 1
                     if wanted in (None, number):
                         yield number, row
                     if number == wanted:
                         return
             except DataError as error:
-                yield number + 1, error
-                return
+                number += 1
+                yield number, error
+                if wanted:  # which row that is nobody knows
+                    return
         if wanted:
             raise DataError(f"data.train has {number} rows, no row {wanted}", where="--row", fix=f"count from 1 to {number}")
 
     def seen(self, number: int, row: Row | DataError) -> Seen:
         if isinstance(row, DataError):
-            return Seen(number, Row(row.where or "", {}), None, None, row)
+            row = Row(row.where or "", {}, error=row)
+        if row.error is not None:
+            return Seen(number, row, None, None, row.error)
         full: Encoded | None = None
         try:
             full = self.full.encoder.encode(row)

@@ -57,6 +57,7 @@ class Row:
     domain: str = field(default="", compare=False)
     format: str = field(default="", compare=False)  # that it was read from; empty: it had a form of ours
     source: int = field(default=0, compare=False)  # its number in the list of sources
+    error: DataError | None = field(default=None, compare=False)  # why it cannot be used; its values are then those of its source
 
 
 def read_rows(
@@ -66,10 +67,12 @@ def read_rows(
     ties: Counter[str] | None = None,
     number: int = 0,
     keep: Keep | None = None,
+    faulty: bool = False,
 ) -> Iterator[Row]:
     """The rows of `source`, number `number` of its list, in its own order, at most `source.limit`; file paths are relative to `base_dir`.
-    `keep`: which raw rows are taken, perhaps none. Rows of answers without a better one are left out, and counted in `ties` under the
-    source's name. Raises DataError for a source that cannot be read, has no rows, or has a row without a mapped column."""
+    `keep`: which raw rows are taken, perhaps none. `faulty`: also those that cannot be used, with their error. Rows of answers without a
+    better one are left out, and counted in `ties` under the source's name. Raises DataError for a source that cannot be read, has no rows,
+    or has a row without a mapped column."""
     count, undecided, names = 0, 0, domains(source)
     mapped = any(getattr(source.columns, part) is not None for part in Columns.model_fields.keys() - set(OPTIONAL))
     if mapped and source.format not in ("auto", "own"):
@@ -77,14 +80,18 @@ def read_rows(
     raw = _raw(source, base_dir, forms)
     for count, (folder, (origin, values)) in enumerate(islice(raw if keep is None else keep(raw), source.limit), 1):
         try:
-            name, values = shaped(values, forms, source.format, origin) if not mapped else ("", values)
+            name, made = shaped(values, forms, source.format, origin) if not mapped else ("", values)
+            row = _normalise(origin, made, source.columns, count, forms)
+            if forms != TEXT_FORMS and holds_images(row):
+                fix = "use algorithm sft, or take the images out"
+                raise DataError(f"row {count} holds images, which this algorithm does not take", where=origin, fix=fix)
         except Tie:
             undecided += 1
             continue
-        row = _normalise(origin, values, source.columns, count, forms)
-        if forms != TEXT_FORMS and holds_images(row):
-            fix = "use algorithm sft, or take the images out"
-            raise DataError(f"row {count} holds images, which this algorithm does not take", where=origin, fix=fix)
+        except DataError as error:
+            if not faulty:
+                raise
+            name, row = "", Row(origin, values, values, error=error)
         (domain,) = names if len(names) == 1 else (row.extra["task"],)
         yield replace(row, folder=folder, domain=domain, format=name, source=number)
     if count == undecided and (count or keep is None):

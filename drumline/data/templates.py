@@ -175,29 +175,27 @@ class Encoder:
         return list(self.tokenizer(text, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"])
 
     def _chat(self, messages: Messages, first: int, row: Row) -> Example:
-        """The rendered conversation; the targets are in the assistant turns from message `first` on whose `weight` is not 0."""
-        roles = [message["role"] for message in messages]
-        learned = [_weight(message, row) and index >= first for index, message in enumerate(messages)]
+        """The rendered conversation; the targets are in the assistant turns from message `first` on, or all, less turns of `weight` 0."""
+        weights = [_weight(message, row) for message in messages]
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         messages = [self._reasoned(message, index, row) for index, message in enumerate(messages)]
         text = self._render(messages, row)
         self._require_place(messages, text, row)
-        all_turns = self.marks_turns and all(learned[i] for i, role in enumerate(roles) if role == "assistant")
-        if all_turns and not self.learn_all and self.reasoning != "mask":
-            marked = self._render(messages, row, **_MARKED)
+        all_turns = self.marks_turns and not self.learn_all and all(weights[index] and index >= first for index in answers)
+        marked = self._render(messages, row, **_MARKED) if all_turns else None
+        if marked is not None and self.reasoning != "mask":
             return Example(np.asarray(marked["input_ids"], np.int32), np.asarray(marked["assistant_masks"], np.uint8))
         tokens = _Tokens(self.tokenizer, text)
         ids = np.asarray(tokens.ids, np.int32)
-        learn = np.full(len(ids), int(self.learn_all), np.uint8)
-        if all_turns and not self.learn_all:
-            learn = np.asarray(self._render(messages, row, **_MARKED)["assistant_masks"], np.uint8)
-        for index, role in enumerate(roles):
-            if role == "assistant" and learned[index] and not (all_turns or self.learn_all):
-                start, stop = self._span(messages, index, text, row)
-                learn[slice(*self._close(tokens, tokens.at(start, row.origin), tokens.at(stop, row.origin)))] = 1
+        learn = np.full(len(ids), int(self.learn_all), np.uint8) if marked is None else np.asarray(marked["assistant_masks"], np.uint8)
+        own = [index for index in answers if weights[index] and index >= first and not all_turns]
+        for index in [index for index, weight in enumerate(weights) if not weight] if self.learn_all else own:
+            start, stop = self._span(messages, index, text, row)
+            learn[slice(*self._close(tokens, tokens.at(start, row.origin), tokens.at(stop, row.origin)))] = not self.learn_all
         if self.reasoning == "mask":
-            own = [message[key].strip() for message in messages for key in self.reasoning_keys if isinstance(message.get(key), str)]
-            _mask_thoughts(tokens, learn, row.origin, not self.learn_all, [thought for thought in own if thought])
+            thoughts = [message[key].strip() for message in messages for key in self.reasoning_keys if isinstance(message.get(key), str)]
+            _mask_thoughts(tokens, learn, row.origin, not self.learn_all, [thought for thought in thoughts if thought])
         return Example(ids, learn)
 
     def _reasoned(self, message: dict[str, Any], index: int, row: Row) -> dict[str, Any]:
@@ -239,7 +237,7 @@ class Encoder:
                 raise DataError(what, where=row.origin, fix=FITTING)
 
     def _span(self, messages: Messages, index: int, text: str, row: Row) -> tuple[int, int]:
-        """The characters [start, stop) of assistant turn `index` in `text`."""
+        """The characters [start, stop) of turn `index` in `text`: an answer, or another whose `weight` is 0."""
         if index == len(messages) - 1 and (usual := self._usual_end(messages[index], text)) is not None:
             return usual, len(text)
 
@@ -247,7 +245,8 @@ class Encoder:
             return self._render(messages[:index], row) if index else ""
 
         through = text if index == len(messages) - 1 else self._render(messages[: index + 1], row)
-        head = self._render(messages[:index], row, add_generation_prompt=True) if index else self._first_head(text, row)
+        prompted = {"add_generation_prompt": True} if messages[index]["role"] == "assistant" else {}
+        head = self._render(messages[:index], row, **prompted) if index else self._first_head(text, row) if prompted else ""
         whole, headed = text.startswith(through), text.startswith(head)
         content = messages[index].get("content", "")
         content = ("".join(part.get("text", "") for part in content) if isinstance(content, list) else str(content)).strip()
@@ -269,8 +268,9 @@ class Encoder:
             while at > floor and text[at - 1] == " ":  # a leading blank belongs to the first word's token
                 at -= 1
             return at, stop
-        fix = "mark the assistant's turns with {% generation %} in an own model.chat_template, or set data.learn_on: all"
-        raise DataError(f"the chat template does not render what messages[{index}] says in its place", where=row.origin, fix=fix)
+        what = f"the chat template does not render what messages[{index}] says in its place"
+        marks = "mark the assistant's turns with {% generation %} in an own model.chat_template, or set data.learn_on: all"
+        raise DataError(what, where=row.origin, fix=FITTING if self.learn_all else marks)
 
     def _first_head(self, text: str, row: Row) -> str:
         """The text before the content of an assistant turn that opens the conversation: there is no earlier turn to render."""

@@ -12,8 +12,8 @@ from drumline.errors import DataError
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "bot": "assistant", "model": "assistant",
     "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "ai": "assistant", "prompter": "user", "system": "system",
-    "developer": "developer", "function": "tool", "observation": "tool", "tool": "tool", "function_response": "tool", "function response": "tool",
-    "function_call": "assistant", "tool_call": "assistant",
+    "function": "tool", "observation": "tool", "tool": "tool", "function_response": "tool", "function response": "tool",
+    "developer": "developer", "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
 ANSWERS = ("prompt", "completion", "chosen", "rejected")  # a text there may be JSON by itself
 CALLS = ("function_call", "tool_call")

@@ -93,7 +93,9 @@ class Job:
         segments = [segment for _, encoded in kept for segment in encoded.segments]
         metas = [b"" if encoded.meta is None else json.dumps(encoded.meta, ensure_ascii=False).encode() for _, encoded in kept]
         table = np.zeros(len(kept), ROW)
-        table["digest"] = np.frombuffer(b"".join(digest(row) for row, _ in kept), "<u8").reshape(-1, 2)
+        # Rewards read a prompt's other columns. Which rows are held out goes by the prompt alone, where copies may stay.
+        whole = self.algorithm.rollout is not None and self.data.duplicates is not None
+        table["digest"] = np.frombuffer(b"".join(digest(row, whole) for row, _ in kept), "<u8").reshape(-1, 2)
         table["source"] = [row.source for row, _ in kept]
         table["segments"] = [len(encoded.segments) for _, encoded in kept]
         table["first"] = np.cumsum(table["segments"]) - table["segments"]
@@ -105,7 +107,8 @@ class Job:
         if (curriculum := self.data.curriculum) is not None:
             table["value"] = lengths if curriculum.by == "length" else [_number(row, curriculum.by) for row, _ in kept]
         near = self.data.duplicates is not None and self.data.duplicates.kind == "near"
-        prints = np.asarray([print_of(text_of(row)) for row, _ in kept] if near else [], np.uint32).reshape(-1, PERMUTATIONS)
+        alike = [print_of(text_of(row), _hash(row.extra)[:8] if whole else b"") for row, _ in kept] if near else []
+        prints = np.asarray(alike, np.uint32).reshape(-1, PERMUTATIONS)
         return Chunk(
             np.concatenate([np.zeros(0, np.int32), *(segment.tokens for segment in segments)]),
             np.concatenate([np.zeros(0, np.uint8), *(segment.learn for segment in segments)]),
@@ -132,9 +135,13 @@ def _number(row: Row, column: str) -> float:
     return number
 
 
-def digest(row: Row) -> bytes:
-    """16 bytes of a hash of the row's content, independent of its position."""
-    text = json.dumps(row.values, sort_keys=True, ensure_ascii=False, default=content_of)
+def digest(row: Row, whole: bool = False) -> bytes:
+    """16 bytes of a hash of the row's content, independent of its position. `whole`: also of the columns that are not tokenised."""
+    return _hash([row.values, row.extra] if whole else row.values)
+
+
+def _hash(value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=content_of)
     return hashlib.sha256(text.encode(errors="surrogatepass")).digest()[:16]
 
 

@@ -186,7 +186,8 @@ class View:
         config, usable = reader.config, [seen for seen in found if seen.error is None]
         limit = config.data.max_length - config.algorithm.new_tokens
         first: dict[bytes, str] = {}
-        repeated = [(seen, first[key]) for seen in usable if first.setdefault(key := digest(seen.row), seen.row.origin) != seen.row.origin]
+        keys = [(seen, digest(seen.row, config.algorithm.rollout is not None)) for seen in usable]
+        repeated = [(seen, first[key]) for seen, key in keys if first.setdefault(key, seen.row.origin) != seen.row.origin]
         formats = Counter(seen.row.format for seen in usable if seen.row.format)
         rows = sum(bool(seen.row.values) for seen in found)  # not why a source cannot be read on
         begin = f", of each source the first {self.options.first:,}" if rows >= self.options.first else ""

@@ -147,8 +147,24 @@ def test_a_condition_keeps_rows(tmp_path: Path, tokenizer: str) -> None:
     assert made(tmp_path, tokenizer, [file], where="n > 29").train_cache != data.train_cache
 
 
+@pytest.mark.parametrize(
+    "condition", ["lang = 'en'", "Lang IS NOT NULL", "m.n = 1", "m.late = 1", "late.n = 1", "lang = 'en' or m.late = 1"]
+)
+def test_a_column_may_begin_behind_many_rows(tmp_path: Path, tokenizer: str, condition: str) -> None:
+    """A row without it has null there."""
+    rows: list[dict[str, Any]] = [{"text": f"row {number}", "m": {"a": number}} for number in range(1100)]
+    rows[1050] |= {"lang": "en", "m": {"n": 1, "late": 1}, "late": {"n": 1}}
+    file = write(tmp_path, "rows.jsonl", rows)
+    data = made(tmp_path, tokenizer, [file], where=condition)
+    assert texts(data.train_cache) == ["row 1050"]
+    assert made(tmp_path, tokenizer, [{**file, "limit": 4}], where=f"not coalesce({condition}, false)").train_samples == 4
+
+
 BAD = {
     "nope > 3": r'data.where: DuckDB refuses it: Binder Error: Referenced column "nope" not found .*which are: text',
+    "nope IS NULL": r'Referenced column "nope" not found .*which are: text',
+    "nope.n > 3": 'Referenced table "nope" not found',
+    "m.nope IS NULL": 'Could not find key "nope"',
     "length(text": "Parser Error: syntax error",
     "1=1; drop table x": "Parser Error",
     "exists(from read_text('/etc/passwd'))": "file system operations are disabled",
@@ -162,7 +178,7 @@ BAD = {
 
 @pytest.mark.parametrize("condition", BAD)
 def test_a_bad_condition_is_one_line(tmp_path: Path, tokenizer: str, condition: str) -> None:
-    file = write(tmp_path, "rows.jsonl", [{"text": "hello", "n": 1}])
+    file = write(tmp_path, "rows.jsonl", [{"text": "hello", "n": 1, "m": {"a": 1}}])
     with pytest.raises(DataError, match=BAD[condition]) as caught:
         made(tmp_path, tokenizer, [file], where=condition)
     assert "\n" not in str(caught.value)
@@ -186,6 +202,36 @@ def test_copies_and_near_copies_fall(tmp_path: Path, tokenizer: str) -> None:
     assert index == pytest.approx((print_of(long[0]) == print_of(changed[0])).mean(), abs=0.15)
     strict = made(tmp_path, tokenizer, [file], duplicates={"kind": "near", "threshold": 1.0})
     assert strict.sources[0].duplicates == 3, "case and punctuation do not count"
+
+
+def test_prompts_with_other_columns_for_the_rewards_are_no_copies(tmp_path: Path, tokenizer: str) -> None:
+    """Nor near ones. What is held out goes by the prompt alone where copies stay."""
+    words = " ".join(WORDS[:60])
+    rows = [{"prompt": text, "answer": answer, "m": {"b": 1}} for text in (words, words + "!") for answer in ("3", "4", "4")]
+    file = write(tmp_path, "rows.jsonl", rows)
+    rewards = [{"kind": "regex", "pattern": "a"}]
+    grpo = {"kind": "grpo", "generator": {"kind": "hf", "max_new_tokens": 8}, "rewards": rewards}
+
+    def answers(**data: Any) -> list[str]:
+        settings = config(tmp_path, [file], max_length=2000, **data).model_dump(exclude_unset=True)
+        made = prepare(Config.model_validate({**settings, "algorithm": grpo}), tokenizer, tmp_path)
+        cache = TokenCache.open(made.train_cache)
+        return [cache.meta(at)["answer"] for at in range(len(cache))]
+
+    assert answers(duplicates="exact") == ["3", "4", "3", "4"] and answers(duplicates="near") == ["3", "4"]
+    assert len(answers()) == 6 and sorted(answers(holdout=3)) == ["3", "4", "4"]
+
+
+def test_a_mapped_column_that_no_row_has_is_refused(tmp_path: Path, tokenizer: str) -> None:
+    file = write(tmp_path, "rows.jsonl", [{"text": f"row {number}"} for number in range(9)] + [{"text": "last", "pictures": None}])
+    for part, name in (("tools", "function"), ("images", "picture"), ("margin", "delta")):
+        with pytest.raises(DataError, match=rf"rows.jsonl: no row has the column '{name}', which `columns` maps"):
+            made(tmp_path, tokenizer, [{**file, "columns": {part: name}}])
+    for keys in ({"columns": {"tools": ""}}, {"columns": {"images": "pictures"}}, {"columns": {"tools": "function"}, "limit": 10}):
+        assert made(tmp_path, tokenizer, [{**file, **keys}]).train_samples == 10
+    with pytest.raises(DataError, match="no row has the column"):
+        made(tmp_path, tokenizer, [{**file, "columns": {"tools": "function"}, "limit": 11}])
+    assert made(tmp_path, tokenizer, [{**file, "columns": {"images": "pictures"}, "where": "text <> 'last'"}]).train_samples == 9
 
 
 def test_rows_that_hold_evaluation_rows_fall(tmp_path: Path, tokenizer: str) -> None:

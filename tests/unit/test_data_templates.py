@@ -175,6 +175,21 @@ def test_learn_on_all_and_pretraining_learn_every_token() -> None:
     assert encoder(None, learn_on="all").encode(Row("", {"prompt": "a", "completion": "b"})).learn.all()
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED, DEFAULT_SYSTEM, NO_GENERATION_PROMPT, BRACKETS])
+@pytest.mark.parametrize("kind", ["sft", "pretrain"])
+def test_what_has_no_weight_is_not_learned_beside_all_else(template: str, kind: str) -> None:
+    using = encoder(template, kind, learn_on="all")
+    said = [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four"), ("user", "five")]
+    talk = [{"role": role, "content": content} for role, content in said]
+    for index, (_, content) in enumerate(said):
+        messages = [{**turn, "weight": int(at != index)} for at, turn in enumerate(talk)]
+        found = using.encode(Row("rows.jsonl:1", {"messages": messages}))
+        (start, stop), *more = np.flatnonzero(np.diff(found.learn, prepend=1, append=1)).reshape(-1, 2).tolist()
+        assert not more and using.tokenizer.decode(found.tokens[start:stop]).strip().startswith(content)
+    whole = using.encode(Row("rows.jsonl:1", {"messages": talk}))
+    assert whole.learn.all()
+
+
 def test_no_chat_template() -> None:
     with pytest.raises(DataError) as caught:
         encoder(None).encode(Row("chat.jsonl:3", {"messages": TURNS}))

@@ -125,8 +125,17 @@ def test_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rows_that_cannot_be_used_come_after_the_rest(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_rows(config.parent / "train.jsonl", [ROWS[0], {"messages": [{"role": "user"}]}, ROWS[1]])
-    assert "1 that cannot be used: train.jsonl:2" in shown(capsys, config, code=2)
+    bad = [{"messages": [{"role": "user"}]}, {"conversations": [{"from": "ghost", "value": "x"}]}, {"prompt": None, "completion": "x"}]
+    write_rows(config.parent / "train.jsonl", [ROWS[0], *bad, ROWS[1]])
+    (config.parent / "broken.jsonl").write_text('{"text": "x"}\n{oops\n')
+    write_rows(config.parent / "two.jsonl", [chat("the last question", "the last answer")])
+    several = "data.train=[{kind: file, path: train.jsonl}, {kind: file, path: broken.jsonl}, {kind: file, path: two.jsonl}]"
+    text = " ".join(shown(capsys, config, several, "--samples", "9", code=2).split())
+    assert "4 that cannot be used: train.jsonl:2, train.jsonl:3, train.jsonl:4, broken.jsonl:2" in text and "the last answer" in text
+    assert "train.jsonl:5" in shown(capsys, config, several, "--row", "5") and "train.jsonl:3" in shown(
+        capsys, config, "--row", "3", code=2
+    )
+    assert "broken.jsonl:2" in shown(capsys, config, several, "--row", "8", code=2), "which row that is nobody knows"
     with pytest.raises(SystemExit):
         cli.main(["preview", str(config), "--html", str(config)])
     assert "is no page" in capsys.readouterr().err and "model:" in config.read_text()
