@@ -113,6 +113,13 @@ TABLE: dict[str, Rule] = LORA_PLUS | by_word(
         "hf_hub_token ms_hub_token om_hub_token swanlab_api_key swanlab_lark_secret swanlab_lark_webhook_url": gone(SECRET),
     }
 )  # fmt: skip
+# Columns and tags of sharegpt's rows → the names that Drumline reads. Where the messages' own column is mapped, of tags the last alone.
+READ = {
+    "system": ("system", "system_prompt", "system_message"), "chosen": ("chosen",), "rejected": ("rejected",),
+    "kto_tag": ("label", "kto_tag"), "role_tag": ("from", "role"), "content_tag": ("value", "content"),
+    "user_tag": ("human", "user"), "assistant_tag": ("gpt", "assistant"), "system_tag": ("system",),
+    "observation_tag": ("function", "observation", "tool"), "function_tag": ("tool_call", "function_call"),
+}  # fmt: skip
 DEFAULTS: Defaults = {
     "data.max_length": (2048, "cutoff_len"),
     "adapter.r": (8, "lora_rank"),
@@ -193,17 +200,24 @@ def _place(sheet: Sheet, old: Old, entry: dict[str, Old], folder: Path) -> dict[
 
 def _columns(sheet: Sheet, old: Old, entry: dict[str, Old], kind: str) -> dict[str, str]:
     """What `columns` of Drumline would say: nothing for names that formats have anyway."""
-    given = {key: str(each.value) for key, each in (entry["columns"].by_key() if "columns" in entry else {}).items() if each.value}
-    tags = {key: str(each.value) for key, each in (entry["tags"].by_key() if "tags" in entry else {}).items()}
+    olds, tags = (entry[part].by_key() if part in entry else {} for part in ("columns", "tags"))
+    given = {key: str(each.value) for key, each in olds.items() if each.value}
     for key in given.keys() & {"videos", "audios"}:
         sheet.lacks(entry["columns"], f"there are no {key} here", "take these rows out")
     own = {key: given[key] for key in ("images", "tools") if given.get(key, key) != key}
     if "formatting" in entry and entry["formatting"].value in ("sharegpt", "openai"):
         name = given.get("messages", "conversations")
-        by_role = tags.get("role_tag") == "role" or entry["formatting"].value == "openai"
+        by_role = entry["formatting"].value == "openai" or ("role_tag" in tags and tags["role_tag"].value == "role")
         if not by_role and name not in ("conversations", "conversation"):
             sheet.lacks(old, f"turns of {{from, value}} stand under `conversations` here, not {name!r}", "rename the column")
-        return own | ({"messages": name} if by_role and name not in ("messages", "conversations") else {})
+        maps = by_role and name not in ("messages", "conversations")
+        for key, names in READ.items():
+            each = olds.get(key) or tags.get(key)
+            read = names if not maps else names[-1:] if key in tags else ()
+            if each is not None and each.value and each.value not in read:
+                why = f"it is {' or '.join(read)} here" if read else f"nothing is read beside messages under {name}"
+                sheet.lacks(each, why, "rename it in the rows" if read else "rename those to conversations")
+        return own | ({"messages": name} if maps else {})
     usual = {"prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system",
              "chosen": "chosen", "rejected": "rejected", "kto_tag": "kto_tag"}  # fmt: skip
     if kind == "pretrain":

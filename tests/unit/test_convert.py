@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import yaml
 
 from drumline import cli
 from drumline.compat.convert import convert
+from drumline.compat.llama_factory import READ
 from drumline.core.load import load
+from drumline.data.turns import ROLES
 from drumline.errors import ConfigError
 from tests.harness import ROOT
 from tests.tiny import tiny_model_dir
@@ -143,6 +146,38 @@ def test_a_mistake_is_one_line(text: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         convert(tmp_path / "old.yaml")
     assert says in raised.value.line() and "\n" not in raised.value.line()
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"columns": {"messages": "conversations", "system": "sys"}}, "columns.system: 'sys': left out: it is system or"),
+        ({"columns": {"chosen": "better", "rejected": "rejected"}}, "columns.chosen: 'better': left out: it is chosen here"),
+        ({"columns": {"kto_tag": "good"}}, "columns.kto_tag: 'good': left out: it is label or kto_tag here"),
+        ({"tags": {"role_tag": "by", "content_tag": "value"}}, "tags.role_tag: 'by': left out: it is from or role here"),
+        ({"tags": {"user_tag": "gpt", "assistant_tag": "gpt"}}, "tags.user_tag: 'gpt': left out: it is human or user here"),
+        (
+            {"columns": {"messages": "talk", "system": "system"}, "tags": {"role_tag": "role", "content_tag": "content"}},
+            "columns.system: 'system': left out: nothing is read beside messages under talk — rename those to conversations",
+        ),
+        (
+            {"columns": {"messages": "talk"}, "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "human"}},
+            "tags.user_tag: 'human': left out: it is user here",
+        ),
+        ({"columns": {"system": "system_prompt"}, "tags": {"role_tag": "from", "user_tag": "human", "observation_tag": "tool"}}, ""),
+    ],
+)
+def test_names_that_rows_of_sharegpt_do_not_have_here(entry: dict[str, Any], says: str, tmp_path: Path) -> None:
+    sets = {"talks": {"file_name": "talks.jsonl", "formatting": "sharegpt", **entry}}
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(sets))
+    (tmp_path / "old.yaml").write_text("model_name_or_path: a/b\nstage: sft\ndataset: talks\n")
+    notes = [line for line in made(tmp_path / "old.yaml")[1].splitlines() if "dataset_info" in line]
+    assert bool(notes) == bool(says) and says in "".join(notes)
+    assert all(ROLES[name] == OURS[key] for key in OURS for name in READ[key])
+
+
+OURS = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool", "function_tag": "assistant"}
 
 
 def test_training_is_strict_where_convert_leaves_out(tmp_path: Path) -> None:
