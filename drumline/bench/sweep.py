@@ -72,8 +72,10 @@ class Sweep:
         return Trial((*point, *seed), self.folder / folder_name((*point, *seed), self.names))
 
     def points(self) -> list[Point]:
+        if not self.searched:
+            return [()]
         number = self.options.random
-        found = list(points(self.searched, number, self.loaded.config.run.seed, len(self.seeds))) if self.searched else [()]
+        found = list(points(self.searched, number, self.loaded.config.run.seed, len(self.seeds)))
         notes([f"--random {number}: there are {len(found)} different points"] * (number is not None and len(found) < number))
         return found
 

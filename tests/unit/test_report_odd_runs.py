@@ -75,7 +75,7 @@ def test_steps_of_another_folder_are_no_work_of_this_run(tmp_path: Path) -> None
     live = Live(tmp_path / "run")
     for values in logged:
         live.add(Event.of(values))
-    assert live.state["goodput"] == pytest.approx(100 / 160)
+    assert live.message([])["state"]["goodput"] == pytest.approx(100 / 160)
 
 
 def test_a_rank_has_the_memory_of_steps_that_it_took(tmp_path: Path) -> None:
