@@ -278,6 +278,11 @@ def hardware(machine: Machine) -> str:
     return machine.devices[0].name if machine.devices else f"{processor_name()}, {machine.cores} cores"
 
 
+def is_processor(hardware: str) -> bool:
+    """Whether this kind of device, by `hardware`, is a processor."""
+    return re.search(r", \d+ cores$", hardware) is not None
+
+
 def software(machine: Machine) -> str:
     """torch's version and what its ranks talk through."""
     return f"torch {metadata.version('torch')}, {'nccl' if machine.devices else 'gloo'}"

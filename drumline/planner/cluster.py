@@ -10,7 +10,7 @@ from typing import Literal
 from drumline.core.cluster import ClusterConfig
 from drumline.core.config import Config
 from drumline.hardware import catalog
-from drumline.hardware.cluster import Calibration, Cluster, DeviceSpec, calibration_for, read_calibration
+from drumline.hardware.cluster import Calibration, Cluster, DeviceSpec, calibration_for, hardware, is_processor, read_calibration
 from drumline.hardware.detect import Machine
 
 # FLOP of fp32 in a cycle of one core: two fused multiply-adds on eight numbers each (AVX2: Intel's and AMD's optimisation manuals).
@@ -31,13 +31,16 @@ def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int
     spec, base = described.spec(), found(machine, ranks, calibration)
     if spec is None and described.device is not None and base.device.kind == "cuda":  # a CPU is meant, and here are GPUs
         spec = processor(machine, ranks)
-    if spec is not None and spec.name != base.device.name:
-        taken = catalog.AMBIGUOUS.get(catalog.plain(described.device or "")) if described.device not in described.devices else None
+    own = described.device in described.devices
+    if spec is not None and own and spec.name == base.device.name:  # the device that is here, in the user's words
+        base = replace(base, device=spec, intra=described.link(spec.intra), host_link=described.link(spec.host_link))
+    elif spec is not None and spec.name != base.device.name:
+        taken = catalog.AMBIGUOUS.get(catalog.plain(described.device or "")) if not own else None
         notes = (f"cluster.device {described.device}: taken for {taken}",) if taken else ()
         intra, inter, host_link = map(described.link, (spec.intra, described.inter, spec.host_link))
         base = Cluster(spec, 1, 1, intra, inter, host_link, notes=notes)
-    if described.calibration is not None:
-        named = read_calibration(Path(described.calibration))
+    named, about = _named(described, base.device, machine)
+    if named is not None:
         measured = named.shared(ranks) if base.device.kind == "cpu" else named
     else:  # of this machine, which has measured its own link alone
         measured = base.calibration if described.intra is None else replace(base.calibration, collectives={})
@@ -60,8 +63,25 @@ def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int
         oversubscription=described.oversubscription,
         found=base.found and described.nodes == 1 and per_node == base.per_node,
         calibration=measured,
-        notes=(*base.notes, *network_assumed(described, described.nodes)),
+        notes=(*base.notes, *about, *network_assumed(described, described.nodes)),
     )
+
+
+def _named(described: ClusterConfig, device: DeviceSpec, machine: Machine) -> tuple[Calibration | None, tuple[str, ...]]:
+    """The calibration of the file that the YAML names, and a note where that is of another device. None without a file, and for rates of a
+    CPU where there are GPUs, or the other way round: these say nothing."""
+    if described.calibration is None:
+        return None, ()
+    named = read_calibration(Path(described.calibration))
+    where, of_processor = f"cluster.calibration is of {named.hardware}", is_processor(named.hardware)
+    if of_processor != (device.kind == "cpu"):
+        return None, (f"{where}, which is {'no GPU' if of_processor else 'no CPU'}: it is not used for {device.name}",)
+    if of_processor:  # `cpu` names no model
+        same = described.device is not None or named.hardware == hardware(machine)
+    else:
+        known = catalog.by_driver(named.hardware, device.memory_bytes)
+        same = described.device in described.devices or device.name == (known.name if known else named.hardware)
+    return named, () if same else (f"{where}, and used for {'this machine' if of_processor else device.name}",)
 
 
 def cluster_here(config: Config, machine: Machine, device: Literal["cpu", "cuda"], world: int) -> tuple[Cluster, list[str]]:
@@ -103,14 +123,19 @@ def found(machine: Machine, processes: int, calibration: Calibration | None = No
     than GPUs need more hosts like this one."""
     measured, notes = calibration or Calibration(), tuple[str, ...]()
     if machine.devices:
-        first = machine.devices[0]
+        used = machine.devices[:processes]
+        first, names = min(used, key=lambda device: device.memory_bytes), dict.fromkeys(device.name for device in used)
+        if len(names) > 1:
+            notes = (f"there are GPUs of several kinds ({', '.join(names)}): planned as if all were {first.name}, of the least memory",)
+        if first.name != used[0].name:  # whose calibration it is
+            measured = Calibration()
         known = catalog.by_driver(first.name, first.memory_bytes) or catalog.DEVICES.get(first.name)
         if known is None and not measured.matmul:
-            notes = (f"{first.name} is not in the catalog: taken for as fast as a {STAND_IN}; `drumline calibrate` measures it",)
+            notes += (f"{first.name} is not in the catalog: taken for as fast as a {STAND_IN}; `drumline calibrate` measures it",)
         spec = replace(known or catalog.DEVICES[STAND_IN], name=known.name if known else first.name, memory_bytes=first.memory_bytes)
         if "PCIE" in first.name.upper():  # drivers write both: A100-PCIE-40GB, H100 PCIe
             spec = replace(spec, intra=spec.host_link)
-        per_node = min(processes, len(machine.devices))
+        per_node = len(used)
     else:
         spec, per_node, measured = processor(machine, processes), processes, measured.shared(processes)
     intra, host_link, network = catalog.LINKS[spec.intra], catalog.LINKS[spec.host_link], ClusterConfig().link("100Gb")

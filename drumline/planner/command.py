@@ -14,7 +14,7 @@ from drumline.core.load import Loaded
 from drumline.errors import UserError
 from drumline.planner.cluster import network_assumed
 from drumline.planner.cost.times import estimate
-from drumline.planner.question import FLAGS, Flags, Found, ask, load_with_flags
+from drumline.planner.question import FLAGS, Flags, Found, ask, in_turn, load_with_flags
 from drumline.planner.report import table
 from drumline.planner.report.check import show_probes
 from drumline.planner.report.explanation import explain, pick
@@ -147,7 +147,7 @@ def _answer(answer: Answer, plain: Callable[[], Question], loaded: Loaded, optio
             table.show_short(answer, console, adapted, top=options.top or SHORT, tokens=options.tokens)
         if answer.ranked:
             config = None if loaded.path == Path(FLAGS) else loaded.path
-            given = [*options.flags.overrides(), *options.overrides]
+            given = in_turn(list(options.flags.overrides()), options.overrides)
             console.print(to_use(answer.question.config, answer.ranked[0], config, given), soft_wrap=True, markup=False)
     if not answer.ranked:
         raise refusal(answer, changes)

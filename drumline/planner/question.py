@@ -20,7 +20,7 @@ from drumline.core.model import ModelConfig
 from drumline.core.plan import DataPlan, RolePlan
 from drumline.core.registry import entry_points, package_of
 from drumline.core.rollouts import require_room
-from drumline.errors import ConfigError, DataError, ModelError, UserError
+from drumline.errors import ConfigError, DataError, ModelError, PlanError, UserError
 from drumline.hardware.cluster import Cluster, calibration_for
 from drumline.hardware.detect import detect
 from drumline.models import shapes
@@ -100,11 +100,11 @@ def load_with_flags(config: str | Path | Mapping[str, Any] | None, overrides: li
             fix = "name a YAML, or a model and the devices: drumline plan --model llama-3.1-8b --cluster 4x4090 --length 4096"
             raise UserError("what is to be planned?", where="drumline plan", fix=fix)
     with mistakes_by_flag(made):
-        laid = _in_turn(list(made), overrides)
+        laid = in_turn(list(made), overrides)
         return load_lines(WITHOUT_DATA, laid, FLAGS) if config is None else reader(config)(laid)
 
 
-def _in_turn(flags: list[str], overrides: list[str]) -> list[str]:
+def in_turn(flags: list[str], overrides: list[str]) -> list[str]:
     """Overrides over flags; but one of a whole section, such as `cluster=8xh100`, below flags that set a key in it."""
     keys = {override: override.partition("=")[0] for override in (*flags, *overrides)}
     inside = {keys[flag].partition(".")[0] for flag in flags if "." in keys[flag]} - {"model"}  # which --model names whole
@@ -123,7 +123,8 @@ class PlanRequest:
 
 
 def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
-    """The question of a config. Raises ModelError for a model of unknown shape, and what the config's own mistakes raise."""
+    """The question of a config. Raises ModelError for a model of unknown shape, PlanError where the run is on the CPU and the
+    cluster has GPUs, and what the config's own mistakes raise."""
     config = loaded.config
     policy = find_model(config.model, on_progress)
     notes = [f"model: {policy.how}"] if policy.how else []
@@ -135,6 +136,9 @@ def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
         machine = machine.without_devices()
     processes = config.launch.nproc or max(1, len(machine.devices))
     cluster = cluster_of(described, machine, processes, calibration_for(machine))
+    if config.run.device == "cpu" and cluster.device.kind == "cuda":
+        what = f"run.device is cpu, and the cluster to plan for is of {cluster.device.name}"
+        raise PlanError(what, where="run.device", fix="take one of the two out")
     here = config.launch.nproc is not None and cluster.found
     question = assemble(config, policy, roles, data, cluster, processes=here, may_install=not cluster.found)
     if not config.images_alone:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import textwrap
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from drumline.bench.calibrate import write
 from drumline.core.load import load_text, schema
 from drumline.errors import ConfigError
 from drumline.hardware import catalog
@@ -140,6 +142,44 @@ def test_what_is_here_fills_up_what_is_not_said() -> None:
     assert said("2xcpu", a100).device.memory_bytes == 250 * GIB
     for name in ("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"):  # as drivers of several years write it
         assert found(Machine([Device(name, 42 * 10**9)] * 4, 32, 500 * GIB, "cuda", True), 4).intra.name == "pcie4"
+
+
+UNLIKE = [Device("NVIDIA H100 80GB HBM3", 85 * 10**9), Device("NVIDIA GeForce RTX 4090", 25 * 10**9), Device("NVIDIA T4", 15 * 10**9)]
+
+
+def test_of_unlike_gpus_the_one_with_the_least_memory_is_planned_for() -> None:
+    host, measured = Machine(UNLIKE, 8, 64 * GIB, "cuda", True), Calibration(matmul={"bf16": 5e14})
+    two, one = found(host, 2, measured), found(host, 1, measured)
+    assert (two.device.name, two.device.memory_bytes, two.per_node) == ("4090", 25 * 10**9, 2), "the third is not used"
+    assert "NVIDIA H100 80GB HBM3, NVIDIA GeForce RTX 4090" in two.notes[0] and two.calibration == Calibration()
+    assert (one.device.name, one.notes, one.calibration) == ("h100-80g", (), measured)
+
+
+def test_a_device_of_one_s_own_by_the_name_of_what_is_here() -> None:
+    host = Machine([UNLIKE[1]] * 4, 8, 64 * GIB, "cuda", True)
+    own = "devices: {'4090': {memory_gb: 48, bandwidth_gb_s: 900, bf16_tflops: 165, fp32_tflops: 82, host_link: pcie3}}"
+    here = said(f"{{{own}, device: 4090, per_node: 4}}", host, 4)
+    assert (here.device.memory_bytes, here.device.bandwidth, here.intra.name, here.host_link.name) == (48e9, 900e9, "pcie3", "pcie3")
+    assert here.found and here.host_memory_bytes == 64 * GIB
+
+
+@pytest.mark.parametrize(
+    ("hardware", "cluster", "used", "note"),
+    [
+        ("NVIDIA H100 80GB HBM3", "device: h100-80g", True, ""),
+        ("NVIDIA A100-SXM4-80GB", "device: h100-80g", True, "and used for h100-80g"),
+        ("NVIDIA X", "devices: {mine: {memory_gb: 9, bandwidth_gb_s: 1, fp32_tflops: 2}}, device: mine", True, ""),
+        ("Some CPU, 64 cores", "device: h100-80g", False, "which is no GPU: it is not used for h100-80g"),
+        ("Some CPU, 64 cores", "device: cpu, per_node: 2", True, ""),
+        ("Some CPU, 64 cores", "nodes: 1", True, "and used for this machine"),
+        ("NVIDIA T4", "nodes: 1", False, "which is no CPU: it is not used for cpu"),
+    ],
+)
+def test_whose_calibration_a_file_is(tmp_path: Path, hardware: str, cluster: str, used: bool, note: str) -> None:
+    write(Calibration(hardware, "torch", {"fp32": 3e12}), path := tmp_path / "measured.json", measured="today", quick=True)
+    here = said(f"{{{cluster}, calibration: {path}}}")
+    assert bool(here.calibration.matmul) == used
+    assert [each for each in here.notes if "calibration" in each] == ([f"cluster.calibration is of {hardware}, {note}"] if note else [])
 
 
 # (kind, bytes that a rank sends, ranks of the group, of these on one host) on 2 hosts of 8 H100, 8x400Gb → milliseconds by hand

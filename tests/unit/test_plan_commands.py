@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from drumline.planner.search.advice import _of_length, max_batch, max_length, no
 from drumline.planner.search.search import search
 from tests.harness import write_config
 from tests.tiny import tiny_model_dir
+from tests.unit.conftest import Run
 from tests.unit.shapes import question
 
 GRPO = {"kind": "grpo", "rewards": [{"kind": "regex", "pattern": "x"}], "generator": {"kind": "hf", "max_new_tokens": 1024}}
@@ -57,6 +59,19 @@ def test_flags_hold_beside_an_override_of_their_section() -> None:
     assert config.data.max_length == 32, "an override of the key itself"
     config = load_with_flags(None, ["data=rows.jsonl", "cluster=2x4090"], Flags(model="gpt2", cluster="1x4090", length=64)).config
     assert config.data.max_length == 64 and config.cluster is not None and config.cluster.per_node == 2
+
+
+def test_the_command_of_a_plan_keeps_its_flags(run: Run, tmp_path: Path) -> None:
+    """Also where an override sets the section whole that a flag sets a key in."""
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {id: llama-3.1-8b}\ndata: rows.jsonl\ncluster: 4x4090\nadapter: lora\n")
+    sections = ("batch={micro_batch: 2}", "data={train: rows.jsonl, packing: false}", "cluster=8xh100-80g")
+    code, out, err = run("plan", path, "--batch", 64, "--length", 2048, "--price", 3, *sections, columns=300)
+    assert code == 0, err
+    said = shlex.split(next(line for line in out.splitlines() if "drumline train" in line))
+    config = load(path, said[3:]).config
+    assert (config.batch.global_samples, config.batch.micro_batch, config.data.max_length) == (64, 2, 2048)
+    assert config.cluster is not None and (config.cluster.price_per_device_hour, config.cluster.per_node) == (3, 8)
 
 
 def test_files_beside_no_yaml_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

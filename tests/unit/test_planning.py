@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from drumline.core.load import load
+from drumline.errors import PlanError
 from drumline.hardware.detect import Device, Machine
 from drumline.planner.question import Flags, ask, load_with_flags
 from drumline.planner.report.table import CATEGORIES
@@ -89,9 +90,11 @@ def test_the_first_word_may_be_an_override(tmp_path: Path, monkeypatch: pytest.M
 def test_a_run_on_the_processor_of_a_host_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine([Device("NVIDIA A100-SXM4-80GB", 85 * 10**9)], 8, 2**36, "cuda", True)
     monkeypatch.setattr("drumline.planner.question.detect", lambda: machine)
-    for said, kind in (("cluster={price_per_device_hour: 1}", "cpu"), ("cluster=4x4090", "cuda"), ("run.seed=1", "cpu")):
+    for said in ("cluster={price_per_device_hour: 1}", "cluster=2xcpu", "run.seed=1"):
         config = load_with_flags(None, ["run.device=cpu", said], Flags(model="gpt2"))
-        assert ask(config, lambda *_: None).question.cluster.device.kind == kind
+        assert ask(config, lambda *_: None).question.cluster.device.kind == "cpu"
+    with pytest.raises(PlanError, match="is cpu, and the cluster to plan for is of 4090 — take one of the two out"):
+        ask(load_with_flags(None, ["run.device=cpu", "cluster=4x4090"], Flags(model="gpt2")), lambda *_: None)
 
 
 def test_prepared_data_give_their_lengths(run: Run, model: Path, tmp_path: Path) -> None:
