@@ -128,10 +128,7 @@ def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) ->
     # Parameters that a rank updates, of all trainable models.
     trainable = sum(model.trainable for _, model in layout.trainable(facts)) / (mesh.tp * mesh.pp * strategy.optimizer_shards(mesh))
     moved = trainable * (options.does.moved[not options.fused] + CLIPPED)
-    place, on_host = (
-        "cpu" if options.offload else strategy.offloads()[0],
-        min(cluster.per_node, mesh.world_size),
-    )  # ranks that share its memory and its drive
+    place, on_host = "cpu" if options.offload else strategy.offloads()[0], _on_host(layout, cluster)
     if layout.device == "cpu" or place == "none":
         step = moved / (cluster.calibration.memory or cluster.device.bandwidth)
     else:
@@ -147,9 +144,14 @@ def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) ->
     return step, taken + (cluster.disk_seconds("read", stored) + cluster.disk_seconds("write", stored))
 
 
+def _on_host(layout: Layout, cluster: Cluster) -> int:
+    """Ranks that share a host, its memory and its drive."""
+    return min(cluster.per_node, layout.mesh.world_size)
+
+
 def _shared(layout: Layout, cluster: Cluster) -> int:
     """Devices that share a link to the host."""
-    return 2 if min(cluster.per_node, layout.mesh.world_size) > SWITCHES else 1
+    return 2 if _on_host(layout, cluster) > SWITCHES else 1
 
 
 def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
