@@ -10,7 +10,9 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from drumline.core.facts import ModelFacts
 from drumline.hardware.cluster import Cluster
+from drumline.planner.cost.memory import checkpoint_bytes
 from drumline.planner.search.answer import Candidate
 
 # Llama 3 (Dubey et al. 2024, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 GPUs; 78% were hardware, confirmed or
@@ -105,11 +107,11 @@ def _poisson(mean: float, number: int) -> float:
     return math.exp(number * math.log(mean) - mean - math.lgamma(number + 1)) if mean else float(number == 0)
 
 
-def campaign(found: Candidate, cluster: Cluster, trainable: int, devices: int | None = None) -> Campaign:
-    """The campaign of a plan. `devices`: on another number of them, each with as much to do and to save. A checkpoint is fp32 weights and
-    AdamW's moments; without checkpoint.asynchronous its writing holds the steps up."""
+def campaign(found: Candidate, cluster: Cluster, facts: ModelFacts, devices: int | None = None) -> Campaign:
+    """The campaign of a plan. `devices`: on another number of them, each with as much to do and to save. Without checkpoint.asynchronous
+    the writing of a checkpoint holds the steps up."""
     config, world = found.config.checkpoint, found.devices
-    state = 12 * trainable
+    state = checkpoint_bytes(found.layout, facts)
     kept = state / world
     copied = kept / cluster.device.bandwidth if cluster.device.kind == "cpu" else cluster.host_seconds("to_host", kept)
     hosts = -(-world // cluster.per_node)

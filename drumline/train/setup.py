@@ -114,13 +114,13 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if config.memory.budget_gb is not None and not request.loaded.config.strategy.planned:
         plan = within_budget(plan, question.facts, cluster, kinds_of(config.memory))
     plan = predict(plan.model_copy(update={"why": [*why, *plan.why]}), question.facts, cluster)
-    return _with_saves(plan, cluster) if config.checkpoint.every == "auto" else plan
+    return _with_saves(plan, question.facts, cluster) if config.checkpoint.every == "auto" else plan
 
 
-def _with_saves(plan: Plan, cluster: Cluster) -> Plan:
+def _with_saves(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:
     """The plan with the number that checkpoint.every: auto stands for."""
     assert plan.predicted.estimate is not None
-    best = campaign(Candidate("", plan, plan.predicted.estimate), cluster, plan.predicted.trainable or 0)
+    best = campaign(Candidate("", plan, plan.predicted.estimate), cluster, facts)
     checkpoint = plan.config.checkpoint.model_copy(update={"every": best.every})
     line = (
         f"checkpoint.every auto: {best.every} steps, {best.every * best.step:.3g} s at {best.step:.3g} s a step; with a fault of a device"

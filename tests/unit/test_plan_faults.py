@@ -7,15 +7,21 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drumline.core.load import Request, load
+from drumline.core.plan import RolePlan
 from drumline.errors import PlanError
-from drumline.planner.faults import MTBF_HOURS, Campaign, Level
+from drumline.planner.faults import MTBF_HOURS, Campaign, Level, campaign
+from drumline.planner.search.answer import Candidate
+from drumline.planner.search.search import look_at
 from drumline.train.setup import own_plan
 from tests.harness import write_config
+from tests.strategies import DDPStrategy
 from tests.unit.conftest import Run
+from tests.unit.shapes import question
 
 PLAN = ["--model", "llama-3.1-8b", "--cluster", "16x8xh100-80g", "--length", "4096", "cluster.inter=8x400Gb"]
 DISK = Level(stall=2.0, lag=40.0, restart=90.0, mtbf=6 * 3600.0)
@@ -81,6 +87,23 @@ def test_spare_hosts() -> None:
     made = Campaign(1024, 128, 5.0, DISK, None, hosts_lost=0.02, repair_hours=24)
     assert made.available(made.spares) > 0.9 and made.available(0) < 0.7
     assert replace(made, hosts_lost=0.0).spares == 0 and replace(made, hosts_lost=0.02, repair_hours=0.1).spares == 0
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "each"),
+    [({}, 12), ({"kind": "sgd"}, 8), ({"kind": "sgd", "momentum": 0}, 4), ({"kind": "lion"}, 8), ({"kind": "adamw_4bit"}, 12)],
+)
+def test_a_checkpoint_has_what_the_optimizer_keeps(optimizer: dict[str, Any], each: int) -> None:
+    """In fp32, also of quantised moments; and of each model that is trained, such as PPO's of values."""
+    asked = question("0.1b", "8xa100-80g", optimizer=optimizer, checkpoint={"asynchronous": False})
+    first = look_at(asked, DDPStrategy())
+    assert isinstance(first, Candidate)
+    made = campaign(first, asked.cluster, asked.facts)
+    assert made.disk.stall == pytest.approx(asked.cluster.disk_seconds("write", each * asked.facts.trainable))
+    value = RolePlan(model=asked.config.model, model_path=None, head="score", trainable=True)
+    both = replace(first, layout=first.layout.model_copy(update={"roles": {"value": value}}))
+    more = campaign(both, asked.cluster, replace(asked.facts, roles={"value": asked.facts}))
+    assert more.disk.stall == pytest.approx(2 * made.disk.stall, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -317,7 +317,7 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
     state = state_of(layout, facts, stage_of(layout, facts, 0))
     own = layout.strategy.host(layout, as_kept(layout, facts), state.device if layout.device == "cpu" else state.host)
     weights = FULL * facts.parameters
-    kept = (FULL * (1 + layout.config.optimizer.slots) + layout.strategy.outer_bytes()) * facts.trainable
+    kept = checkpoint_bytes(layout, facts)
     world, copies = layout.mesh.world_size, layout.config.checkpoint.memory_copies
     saved = own.copies * -(-kept // world)
     in_memory = copies * kept * min(world, 2 * ranks) // world  # /dev/shm has this host's part, and the one of its neighbour
@@ -330,6 +330,12 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
         # Rank 0 builds the whole model in fp32, adapters merged.
         export=0 if layout.config.checkpoint.export == "none" else ranks * (own.export + PROCESS) + weights,
     )
+
+
+def checkpoint_bytes(layout: Layout, facts: ModelFacts) -> int:
+    """Bytes of a checkpoint: fp32 weights of all models that are trained, and what their optimizers keep of each, in fp32 too."""
+    each = FULL * (1 + layout.config.optimizer.slots) + layout.strategy.outer_bytes()
+    return each * sum(model.trainable for _, model in layout.trainable(facts))
 
 
 def offloaded(layout: Layout, facts: ModelFacts, rounds: bool = True) -> int:

@@ -22,9 +22,9 @@ def report_faults(answer: Answer, console: Console, tokens: float | None, as_jso
     if not answer.ranked:
         raise refusal(answer, nothing_fits(answer))
     question, first = answer.question, answer.ranked[0]
-    cluster, trainable = question.cluster, question.facts.trainable
+    cluster = question.cluster
     sizes = [None, *(size for size in SIZES if size > first.devices)]
-    campaigns = [campaign(first, cluster, trainable, size) for size in sizes]
+    campaigns = [campaign(first, cluster, question.facts, size) for size in sizes]
     here, known = campaigns[0], tokens is not None or first.hours() is not None
     length, price = (tokens if known else 1e9), cluster.price_per_device_hour
     hours = first.hours(length) or 0.0
