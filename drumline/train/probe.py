@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.config import CheckpointConfig, Config
-from drumline.core.data import FileSource
+from drumline.core.data import DataConfig, FileSource
 from drumline.core.load import Loaded
 from drumline.core.run import EvalConfig
 from drumline.errors import EnvironmentFault
@@ -20,6 +20,7 @@ from drumline.report.bars import OnProgress
 from drumline.telemetry.events import last_measurement, read
 
 STEPS = 5  # two to settle, one that is counted, two that are timed
+SAME = ("max_length", "packing", "workers", "prefetch", "verify")  # keys of `data` that say nothing of which rows there are
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -84,14 +85,14 @@ def short(candidate: Candidate, run_dir: Path, rows: Path | None) -> Config:
     config = candidate.config
     each = config.algorithm.steps_in_turn
     steps = each * math.ceil(STEPS / each)
+    nothing = {"report_to": (), "callbacks": (), "profile": None}
     sections: dict[str, Any] = {
-        "run": config.run.model_copy(update={"dir": str(run_dir), "steps": steps, "report_to": (), "log_every": 1}),
+        "run": config.run.model_copy(update={"dir": str(run_dir), "steps": steps, "log_every": 1, **nothing}),
         "launch": config.launch.model_copy(update={"nproc": candidate.layout.mesh.world_size, "max_restarts": 0}),
         "checkpoint": CheckpointConfig(export="none", asynchronous=False),
         "eval": EvalConfig(at_start=False, micro_batch=config.eval.micro_batch, metric=config.eval.metric, mode=config.eval.mode),
     }
     if rows is not None:
-        source = FileSource(path=str(rows))
-        own = {"train": [source], "eval": [], "holdout": 0, "truncation": "right", "learn_on": "all", "cache_dir": str(run_dir / "cache")}
-        sections["data"] = config.data.model_copy(update=own)
+        same = {name: getattr(config.data, name) for name in SAME}
+        sections["data"] = DataConfig(train=[FileSource(path=str(rows))], learn_on="all", cache_dir=str(run_dir / "cache"), **same)
     return config.model_copy(update=sections)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from drumline.core.load import load
+from drumline.core.load import Request, load
 from drumline.errors import EnvironmentFault
 from drumline.planner.cost.fitted import PROBED
 from drumline.planner.question import ask
 from drumline.planner.report.check import describe_factors
+from drumline.planner.search.advice import by_adapter
 from drumline.planner.search.answer import (
     Answer,
     Candidate,
@@ -28,6 +29,7 @@ from drumline.planner.search.answer import (
 )
 from drumline.planner.search.search import search
 from drumline.train.probe import STEPS, best, random_rows, short
+from drumline.train.setup import make_plan
 from tests.harness import drumline, write_config
 from tests.tiny import tiny_model_dir
 from tests.unit import test_truth
@@ -138,6 +140,44 @@ def test_a_probe_leaves_nothing_behind(answer: Answer, tmp_path: Path) -> None:
     config = short(answer.ranked[0], tmp_path, None)
     assert (config.run.steps, config.run.report_to, config.checkpoint.export, config.eval.at_start) == (STEPS, (), "none", False)
     assert config.data == answer.ranked[0].config.data
+
+
+def test_what_real_steps_show_counts_for_every_adapter(answer: Answer) -> None:
+    """For the best of full and LoRA, and for the longest row."""
+    slow = corrected_answer(answer, (Probe(name=answer.ranked[0].name, predicted=ESTIMATE, factors=Factors(seconds=4.0)),))
+    large = corrected_answer(answer, (Probe(name=answer.ranked[0].name, predicted=ESTIMATE, factors=Factors(parameters=1e7)),))
+    before, after = by_adapter(answer, answer.question), by_adapter(slow, answer.question)
+    assert [each.name for each in after] == ["full", "LoRA"]
+    for one, other in zip(before, after, strict=True):
+        assert one.best and other.best and other.best.estimate.seconds_range == PROBED[1]
+        assert other.best.estimate.seconds.total == pytest.approx(4 * one.best.estimate.seconds.total)
+    assert all(each.longest for each in before) and not any(each.longest for each in by_adapter(large, answer.question))
+
+
+ODD = {
+    "where": "length(content) > 0",
+    "duplicates": "exact",
+    "decontaminate": True,
+    "temperature": 2,
+    "curriculum": "difficulty",
+    "order": "sequential",
+    "truncation": "error",
+}
+
+
+@pytest.mark.parametrize("own", [ODD, {"stream": True}], ids=["mixed", "streamed"])
+def test_a_probe_takes_no_key_amiss(tmp_path: Path, own: dict[str, Any]) -> None:
+    """Random words have no columns and no other sources; a trace has no place in five steps, and callbacks are not for them."""
+    path = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), data=own, run={"profile": {"at": 10}, "callbacks": ["mine.py:Mine"]})
+    (tmp_path / "mine.py").write_text("class Mine:\n    def __init__(self):\n        raise AssertionError\n")
+    loaded = load(path, ["data.train.0.limit=20"])
+    candidate = search(ask(loaded, lambda *_: None).question).ranked[0]
+    for rows in (random_rows(loaded.config, candidate, tmp_path / "rows.jsonl"), None):
+        config = short(candidate, tmp_path / "probe", rows)
+        assert not config.run.callbacks and config.run.profile is None
+        if rows is not None:
+            plan = make_plan(Request(replace(loaded, config=config)), on_progress=lambda *_: None)
+            assert plan.steps == STEPS and plan.data is not None and plan.data.train_samples >= STEPS
 
 
 @pytest.mark.slow

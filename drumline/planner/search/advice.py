@@ -103,7 +103,8 @@ def _shortest(question: Question) -> int:
 
 def by_adapter(answer: Answer, plain: Question) -> tuple[Adapted, ...]:
     """The same run with all weights trained, by LoRA and by QLoRA (on a GPU), as far as they can be counted. `plain`: the answer's question
-    without its adapter."""
+    without its adapter. What real steps have shown of the answer counts for all."""
+    plain = replace(plain, correction=answer.question.correction)
     adapter, made = answer.question.config.adapter, {"full": plain, **under_adapters(answer.question)}
     own = "full" if not isinstance(adapter, LoRAConfig) else "LoRA" if adapter.quantize == "none" else "QLoRA"
     each = ((name, answer if name == own else search(other)) for name, other in made.items())

@@ -26,7 +26,7 @@ TIE = 0.03  # predicted speeds that differ by less are the same: no prediction i
 class Question:
     """A config (its strategy may be auto; the search is free to choose what the user left out), the cluster, and the known sizes.
     `processes`: their number is set, so each must have work. `deepspeed`: it is installed, or may be. `nvme`: a folder on a disk that
-    ZeRO-3 may offload to, besides the one that strategy auto names."""
+    ZeRO-3 may offload to, besides the one that strategy auto names. `correction`: of all estimates, by real steps."""
 
     config: Config
     cluster: Cluster
@@ -36,6 +36,7 @@ class Question:
     processes: bool = False
     deepspeed: bool = True
     nvme: str | None = None
+    correction: Factors | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ def corrected_answer(answer: Answer, probes: tuple[Probe, ...]) -> Answer:
     failed = {probe.name: probe.failed for probe in probes if probe.failed}
     named = [(c.name, c) for c in answer.ranked] + [(r.name, r.best) for r in answer.refused if r.best is not None]
     better = ((name, replace(c, estimate=corrected(c.estimate, own.get(c.name, common)))) for name, c in named)
-    without = replace(answer, refused=tuple(r for r in answer.refused if r.best is None), probes=probes)
+    question = replace(answer.question, correction=common)
+    without = replace(answer, question=question, refused=tuple(r for r in answer.refused if r.best is None), probes=probes)
     return ranked_anew(without, ((c.name if c.name in failed else name, c) for name, c in better), failed)
 
 

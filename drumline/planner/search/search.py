@@ -16,7 +16,9 @@ from itertools import chain
 
 from drumline.core.batch import TOKENS_AT_ONCE, batches
 from drumline.core.config import Config
+from drumline.core.estimate import Estimate
 from drumline.core.facts import ModelFacts
+from drumline.core.plan import Layout
 from drumline.core.registry import kinds
 from drumline.core.resolve import deepspeed_of, device_of, lay_out, precision_of, require, resolve
 from drumline.core.rule import Case
@@ -28,7 +30,7 @@ from drumline.hardware import catalog
 from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import Device, Machine
 from drumline.planner.cost.times import estimate
-from drumline.planner.search.answer import TIE, Answer, Candidate, Question, Refused, faster, in_order, why_not
+from drumline.planner.search.answer import TIE, Answer, Candidate, Question, Refused, corrected, faster, in_order, why_not
 from drumline.planner.search.budget import CHECKPOINTING, kinds_of, within_budget
 
 FEW = 3  # strategies of a family that an answer holds
@@ -140,7 +142,7 @@ def evaluate(question: Question, config: Config, name: str) -> Candidate:
         data=question.data,
         roles=question.roles,
     )
-    return Candidate(name, plan, estimate(plan, question.facts, question.cluster))
+    return Candidate(name, plan, _estimate(question, plan))
 
 
 class _Estimates:
@@ -215,7 +217,7 @@ class _Estimates:
             except PlanError as error:
                 refusal = refusal or error
                 continue
-            estimated, laid_out = estimate(layout, question.facts, cluster), True
+            estimated, laid_out = _estimate(question, layout), True
             yield Candidate(names.name, layout, estimated, names.family, names.simple)
             if estimated.verdict == "no":
                 over = True
@@ -238,6 +240,11 @@ def _complete(candidate: Candidate, facts: ModelFacts) -> Candidate:
 
 def _reason(error: PlanError) -> str:
     return error.what + (f" — {error.fix}" if error.fix else "")
+
+
+def _estimate(question: Question, layout: Layout) -> Estimate:
+    made = estimate(layout, question.facts, question.cluster)
+    return made if question.correction is None else corrected(made, question.correction)
 
 
 def _world(question: Question, strategy: StrategySpec) -> int:
