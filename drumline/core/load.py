@@ -69,7 +69,7 @@ def load(path: Path, overrides: list[str], over: Sheet | None = None, trusted: b
 
 def _base_of(path: Path) -> Path:
     """What paths in a config are relative to: its folder; for the config.yaml of a run, that of the YAML which the run was started with."""
-    plan = path.with_name("plan.json")
+    plan = path.parent / "plan.json"
     if path.name == "config.yaml" and plan.is_file():
         base = read_object(plan, ConfigError, "copy config.yaml to where the data are").get("base_dir")
         return Path(base) if isinstance(base, str) else path.parent
@@ -195,7 +195,11 @@ def has_data(values: dict[str, Any]) -> bool:
 def validated(draft: Draft, overrides: list[str], trusted: bool = True, base_dir: Path | None = None) -> Config:
     """The Config of a draft with overrides over it. `base_dir`: what files of the user's own code are relative to. Raises ConfigError."""
     values = draft.values
-    draft.overrides = {lay_over(values, override): override for override in overrides}
+    draft.overrides = {}
+    for override in overrides:
+        draft.overrides[lay_over(values, override)] = override
+        if "data" in values:  # so that the next one finds the keys of its sources
+            values["data"] = in_full(values["data"], base_dir or Path())
     if draft.old and not has_data(values):
         fix = "add it on the command line: data=rows.jsonl, or --accelerate-config for a config that has it"
         raise ConfigError("says nothing of data", where=draft.name, fix=fix)

@@ -148,8 +148,8 @@ def _mend(given: Any, wanted: str, place: Place) -> str:
     if wanted.startswith("a list") and not isinstance(given, list) and given is not None:
         return "put [ ] around it" if not isinstance(given, dict) else "begin each item with `- `"
     if wanted == "keys and values":
-        if len(models_at(place)) > 1:
-            return f"write {{kind: …}}; there are {', '.join(kinds_at(place))}"
+        if len(models_at(place)) > 1 and (there := kinds_at(place)):
+            return f"write {{kind: …}}; there are {', '.join(there)}"
         known = f"known keys: {', '.join(keys_at(place))}" if keys_at(place) else "write {key: value}"
         return f"leave it out, or give it some; {known}" if given is None and place != ("data",) else known
     return _default(place)
@@ -263,13 +263,13 @@ SYNONYMS = by_word(
 
 
 def models_at(place: Place) -> list[type[BaseModel]]:
-    """The sections that may stand at a place: of a union more than one."""
+    """The sections that may stand at a place, each once: of a union more than one."""
     models: list[type[BaseModel]] = [Config]
     for key in place:
         if key.isdigit():
             continue
         fields = [m.model_fields[key].annotation for m in models if key in m.model_fields]
-        models = [model for annotation in fields for model in _sections(annotation)]
+        models = list(dict.fromkeys(model for annotation in fields for model in _sections(annotation)))
     return models
 
 

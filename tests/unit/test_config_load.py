@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,6 +121,8 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ),
     (DATA, ["data.train.0.path.foo=x"], ["data.train.0.path has no keys", "'x.jsonl'"]),
     (DATA, ["data.eval.0.path=x"], ["data.eval is no list yet", "data.eval=[…]"]),
+    (DATA, ["data.train.0.columns=null"], ["keys and values are wanted", "known keys: chosen, completion"]),
+    (DATA, ["data.train.0=null"], ["keys and values are wanted", "write {kind: …}; there are file, hub"]),
     (DATA, ["run.steps=0", "run.steps=-1"], ["override run.steps=-1"]),
 ]
 
@@ -239,6 +242,33 @@ def test_an_override_goes_into_a_short_form(tmp_path: Path) -> None:
     assert (config.model.id, config.model.revision, config.data.max_length) == ("foo", "v2", 64) and source.model_dump()[
         "path"
     ] == "x.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "role", "expected"),
+    [
+        (["data.eval={easy: sub/rows}"], "eval", [{"kind": "file", "path": "sub/rows", "set": "easy"}]),
+        (["data.eval=sub/rows", "data.eval.0.limit=2"], "eval", [{"kind": "file", "path": "sub/rows", "limit": 2}]),
+        (["data={train: a.jsonl, eval: {x: sub/rows}}"], "eval", [{"kind": "file", "path": "sub/rows", "set": "x"}]),
+        (["data=b.jsonl", "data.train.0.limit=3"], "train", [{"kind": "file", "path": "b.jsonl", "limit": 3}]),
+        (["data.train=sub/rows", "data.train.0.weight=2"], "train", [{"kind": "file", "path": "sub/rows", "weight": 2}]),
+        (["data.train=no/such", "data.train.0.limit=3"], "train", [{"kind": "hub", "id": "no/such", "limit": 3}]),
+    ],
+)
+def test_sources_of_an_override_are_those_of_a_yaml(
+    tmp_path: Path, overrides: list[str], role: str, expected: list[dict[str, Any]]
+) -> None:
+    """A folder beside the YAML is one, by whichever road its name comes, and the next override finds its keys."""
+    (tmp_path / "sub" / "rows").mkdir(parents=True)
+    (tmp_path / "c.yaml").write_text(DATA)
+    sources = getattr(load(tmp_path / "c.yaml", overrides).config.data, role)
+    assert [{**source.model_dump(), **said} for source, said in zip(sources, expected, strict=True)] == [s.model_dump() for s in sources]
+
+
+@pytest.mark.parametrize("path", [".", "/", "", ".."])
+def test_a_folder_is_no_config(path: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(Path(path), [])
 
 
 @pytest.mark.parametrize("path", ["runs/a b #2", "runs/a: b", "/x/@y", "a", "runs/plain-1.0", "1e5", 'q"uote/x', "null"])
