@@ -65,7 +65,7 @@ def explain(plan: Plan) -> str:
         ("memory", f"activation checkpointing {checkpointing(plan)}, offload {plan.offload}{' and activations' * moves}"),
         ("batch", plan.batch.rule(mesh.data_ranks)),
         *pipeline,
-        ("steps", f"{plan.steps if plan.steps is not None else 'known once the data is prepared'}, {plan.warmup_steps} of them warm-up"),
+        ("steps", f"{plan.steps if plan.steps is not None else 'known once the data is prepared'}, {_warm_up(plan)} of them warm-up"),
         ("learning rate", f"{plan.lr:g}, {plan.config.schedule.kind}"),
         (
             "data",
@@ -86,6 +86,13 @@ def explain(plan: Plan) -> str:
     if predicted.flops_per_token:
         rows.append(("FLOPs a token", f"{predicted.flops_per_token:.4g}"))
     return "\n".join(f"{name:<14} {value}" for name, value in (*rows, *(("because", line) for line in plan.why)))
+
+
+def _warm_up(plan: Plan) -> str:
+    """Steps of warm-up; their share where it is known alone."""
+    schedule = plan.config.schedule
+    share = schedule.warmup_ratio if plan.steps is None and schedule.warmup_steps is None else 0.0
+    return f"{100 * share:g}%" if share else str(plan.warmup_steps)
 
 
 def checkpointing(layout: Layout) -> str:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -22,7 +23,7 @@ from drumline.core.load import Loaded, load_text, schema
 from drumline.core.registry import kinds_alone
 from drumline.core.urls import is_url
 from drumline.errors import EnvironmentFault, UserError
-from drumline.foreign import disk_errors, expanded
+from drumline.foreign import disk_errors, expanded, read_object
 from drumline.models.shapes import find
 from drumline.planner.question import ADAPTERS, Flags, Found, ask, find_model, mistakes_by_flag
 from drumline.planner.report.output import SCHEMA, file, why
@@ -85,14 +86,24 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
     with disk_errors("cannot be written", str(path), EnvironmentFault, "choose another place"):
         with path.open("x", encoding="utf-8") as new:
             new.write(text)
-        (path.parent / SCHEMA).write_text(json.dumps(schema(), indent=1) + "\n")
-    print(f"wrote {path}, and {SCHEMA} beside it for editors\n{why(answer)}")
+        beside = _write_schema(path.parent / SCHEMA)
+    print(f"wrote {path}{beside}\n{why(answer)}")
     length = answer.question.config.data.max_length
     print(f"data: {first_rows.describe()}" if first_rows else f"data: not here yet; rows are taken to have {length} tokens")
     if missing := lacking(answer.ranked[0].config):
         print(f"to install: pip install {' '.join(missing)}")
     print(f"all plans: drumline plan {path}\nto train:  drumline train {path}")
     return 0
+
+
+def _write_schema(path: Path) -> str:
+    """Write the schema, also over an older one of Drumline's, but over nothing else; what is to be said of it."""
+    made = schema()
+    with suppress(EnvironmentFault):  # of a file that is no JSON
+        if not path.exists() or read_object(path, EnvironmentFault).get("title") == made["title"]:
+            path.write_text(json.dumps(made, indent=1) + "\n")
+            return f", and {path.name} beside it for editors"
+    return f"; {path.name} beside it is not Drumline's, and stays as it is"
 
 
 def _interview(answers: Answers, path: Path, console: Console) -> Config:

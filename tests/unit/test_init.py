@@ -45,6 +45,15 @@ def test_init_by_flags(run: Run, model: Path, tmp_path: Path) -> None:
     assert code == 2 and "not overwritten" in err
 
 
+def test_init_replaces_no_schema_but_its_own(run: Run, model: Path, tmp_path: Path) -> None:
+    schema = tmp_path / "drumline.schema.json"
+    said = {"mine": True, "[1]": True, '{"title": "Mine"}': True, '{"title": "Drumline config"}': False}
+    for number, (text, kept) in enumerate(said.items()):
+        schema.write_text(text)
+        code, out, err = run("init", tmp_path / f"{number}.yaml", "--model", model, "--data", "x.jsonl", "--length", 96, "--yes")
+        assert code == 0 and (schema.read_text() == text) == kept == ("is not Drumline's, and stays" in out), err
+
+
 def test_init_looks_at_the_data(run: Run, model: Path, tmp_path: Path) -> None:
     """Rows held out, a length that they fit in, an interval of checkpoints that the run lives to see; and what it writes trains."""
     write_config(tmp_path, model, rows=60)

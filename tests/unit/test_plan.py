@@ -200,6 +200,8 @@ def test_plan_survives_its_file(tmp_path: Path) -> None:
 def test_words_hold_the_numbers() -> None:
     resolved = plan(world_size=2, batch={"global_samples": 8, "micro_batch": 2})
     assert "8 samples = 2 micro-batch × 2 accumulation × 2 data ranks" in plan_line(resolved)
+    for schedule, warm_up in (({"warmup_ratio": 0.03}, "3%"), ({"warmup_ratio": 0.1, "warmup_steps": 7}, "7"), ({}, "0")):
+        assert f"known once the data is prepared, {warm_up} of them warm-up" in explain(plan(data=None, schedule=schedule))
     assert "replicate 2" in explain(resolved) and "100 training samples" in explain(resolved)
     assert (size(3 * 2**30), count(134_515_008)) == ("3.00 GiB", "134.5M")
 
