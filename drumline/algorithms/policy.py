@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from drumline.algorithms.base import Algorithm, LossOut
+from drumline.algorithms.pair_losses import LARGEST_EXPONENT
 from drumline.data.batches import IGNORE, EpisodeBatch, Episodes
 
 if TYPE_CHECKING:
@@ -30,13 +31,14 @@ VARIANCE_EPSILON = 1e-8
 def divergence(log_probs: torch.Tensor, reference: torch.Tensor, estimator: Literal["k1", "k2", "k3"]) -> torch.Tensor:
     """Estimates of KL(π ‖ π_ref) at tokens drawn from π (Schulman 2020, "Approximating KL divergence"): k1 = log π/π_ref, k2 = k1²/2,
     k3 = π_ref/π − 1 − log π_ref/π. k1 and k3 are unbiased, k2 and k3 never negative. As a loss, only k2 has the gradient of the KL.
+    k3's π_ref/π is at most e^80.
     """
     log_ratio = log_probs - reference
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
-    return torch.expm1(-log_ratio) + log_ratio
+    return torch.expm1((-log_ratio).clamp(max=LARGEST_EXPONENT)) + log_ratio
 
 
 @dataclass
@@ -79,7 +81,7 @@ class PolicyGradient(Algorithm):
         policy = (loss_BT * batch.weights_BT).sum()
         counts_BT = (batch.targets_BT != IGNORE) & (batch.weights_BT > 0)
         moved_BT = log_ratio_BT.detach()
-        ratio_BT = moved_BT.exp()
+        ratio_BT = moved_BT.clamp(max=LARGEST_EXPONENT).exp()
         sums |= {
             "policy": policy.detach(),
             "weight": torch.as_tensor(batch.weight, device=moved_BT.device),
@@ -128,11 +130,12 @@ def clipped(
     """The loss of each token, −min(ρA, clamp(ρ, 1 − clip_low, 1 + clip_high) A) with ρ = exp(log_ratio) (PPO, Schulman et al. 2017,
     equation 7); and bool: where the clip took the gradient away.
 
-    `delta`: ρ itself is at most this, so that a bad token's loss is bounded too (INTELLECT-2, Prime Intellect 2025, two-sided clip)."""
-    ratio_BT = log_ratio_BT.exp()
-    bounded_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT
-    most = math.inf if delta is None else delta
-    free_BT, cut_BT = ratio_BT.clamp(max=most) * advantages_BT, (ratio_BT > most) & (advantages_BT < 0)
+    `delta`: ρ itself is at most this, so that a bad token's loss is bounded too (INTELLECT-2, Prime Intellect 2025, two-sided clip).
+    Without it ρ is at most e^80: fp32 ends at e^88, and inf · 0 is no gradient."""
+    most = LARGEST_EXPONENT if delta is None else min(math.log(delta), LARGEST_EXPONENT)
+    ratio_BT = log_ratio_BT.clamp(max=most).exp()
+    bounded_BT, free_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT, ratio_BT * advantages_BT
+    cut_BT = (log_ratio_BT > most) & (advantages_BT < 0)
     return -torch.minimum(free_BT, bounded_BT), (bounded_BT < free_BT) | cut_BT
 
 

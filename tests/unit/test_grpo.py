@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from drumline.algorithms.grpo.objective import GRPO
 from drumline.algorithms.grpo.spec import GRPOConfig
-from drumline.algorithms.policy import KLController, differs, divergence, group_advantages, whiten
+from drumline.algorithms.policy import KLController, clipped, differs, divergence, group_advantages, whiten
 from drumline.data.batches import Episodes, collate_episodes
 from drumline.models.head import Outputs
 
@@ -159,6 +160,22 @@ def test_divergence_estimators() -> None:
     assert expected == pytest.approx({"k1": kl, "k3": kl})
     torch.testing.assert_close(divergence(policy, reference, "k2"), (policy - reference) ** 2 / 2)
     assert (divergence(policy, reference, "k3") >= 0).all()
+
+
+@pytest.mark.parametrize("delta", [None, 4.0, 1e39])
+def test_a_ratio_beyond_fp32_has_a_loss_and_a_gradient(delta: float | None) -> None:
+    """It overflowed, and inf · 0 made NaN of the clip's gradient, or of an advantage of 0."""
+    logs_BT = torch.tensor([[100.0, 100.0, 100.0, 0.1]]).requires_grad_()
+    advantages_BT = torch.tensor([[1.0, 0.0, -1.0, 1.0]])
+    loss_BT, cut_BT = clipped(logs_BT, advantages_BT, 0.2, 0.2, delta)
+    loss_BT.sum().backward()
+    highest = math.exp(80) if delta != 4.0 else 4.0
+    torch.testing.assert_close(loss_BT.detach(), torch.tensor([[-1.2, 0.0, highest, -math.exp(0.1)]]))
+    torch.testing.assert_close(logs_BT.grad, torch.tensor([[0.0, 0.0, 0.0, -math.exp(0.1)]]))
+    assert cut_BT.tolist() == [[True, False, True, False]]
+    leaf = torch.tensor([-200.0, 0.5]).requires_grad_()
+    divergence(leaf, torch.zeros(2), "k3").sum().backward()
+    assert leaf.grad is not None and leaf.grad.isfinite().all()
 
 
 def test_adaptive_kl_steers_to_its_target() -> None:
