@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,7 @@ from drumline.telemetry.profile import Profile
 from drumline.telemetry.stragglers import Stragglers
 from drumline.train.health import Collectives, GoBack, Spikes, Weights
 from drumline.train.saving import Saver
-from drumline.train.state import SQUARES, Flight, Goodput, TrainState, judge, judged
+from drumline.train.state import SQUARES, Flight, Goodput, TrainState, due, judge, judged
 
 if TYPE_CHECKING:
     from drumline.rl.rollouts import Rollouts  # what generates takes a second to import
@@ -96,7 +96,7 @@ class Loop:
             self.state.evaluated = 0
             if config.eval.at_start:
                 self.evaluate()
-        broken_off = self.state.evaluated >= 0 and _due(config.eval.steps, self.state.evaluated, self.state.step)  # by a stop signal
+        broken_off = self.state.evaluated >= 0 and due(config.eval.steps, self.state.evaluated, self.state.step)  # by a stop signal
         if broken_off and self.evaluate() and config.checkpoint.keep_best:
             self.save()
         while True:
@@ -151,10 +151,10 @@ class Loop:
                 self.weights.check(self.state.step)
             if self.checkpointable:
                 self._leave_if_requested()
-                best = _due(config.eval.steps, rested, self.state.step) and self.evaluate()
-                if _due(config.checkpoint.steps, rested, self.state.step) or (best and config.checkpoint.keep_best) or self.retries:
+                best = due(config.eval.steps, rested, self.state.step) and self.evaluate()
+                if due(config.checkpoint.steps, rested, self.state.step) or (best and config.checkpoint.keep_best) or self.retries:
                     self.save()
-                elif self.saver.memory is not None and _due(config.checkpoint.in_memory_every, rested, self.state.step):
+                elif self.saver.memory is not None and due(config.checkpoint.in_memory_every, rested, self.state.step):
                     self._land()
                     heartbeat.beat("save")
                     self.weights.check(self.state.step)
@@ -296,7 +296,7 @@ class Loop:
         heartbeat.beat("eval")
         with self.goodput.spend("eval"):
             metrics, samples = self._held_out_metrics() if self.rollouts is None else self.rollouts.evaluate(step)
-            if self.tasks is not None and self.tasks.due(step):
+            if self.tasks is not None and (self.tasks.due(self.state.evaluated, step) or self._ends(metrics)):
                 self._stop_if_requested()
                 metrics |= self.tasks.score()
         if not metrics:
@@ -309,6 +309,13 @@ class Loop:
             with self.goodput.spend("eval"):
                 self.answers.write(step, "before" if step == 0 else "after" if self.stale or step == self.plan.steps else "during")
         return better
+
+    def _ends(self, metrics: dict[str, float]) -> bool:
+        """Whether an evaluation that has measured these so far is the last by eval.patience."""
+        options, after = self.plan.config.eval, replace(self.state)
+        if options.metric in metrics:
+            judged(metrics, options, after)
+        return options.patience is not None and after.stale >= options.patience
 
     @property
     def stale(self) -> str | None:
@@ -373,8 +380,3 @@ class Loop:
 def _added(sums: dict[str, float], more: dict[str, float]) -> dict[str, float]:
     """Sums of what was evaluated so far and of `more` batches (of a key `max_…` the largest)."""
     return {key: max(sums.get(key, value), value) if key.startswith("max_") else sums.get(key, 0.0) + value for key, value in more.items()}
-
-
-def _due(every: int | None, before: int, now: int) -> bool:
-    """Whether a multiple of `every` lies in (before, now]."""
-    return every is not None and now // every > before // every

@@ -142,6 +142,11 @@ def judged(metrics: dict[str, float], options: EvalConfig, state: TrainState) ->
     return metric, better
 
 
+def due(every: int | None, before: int, now: int) -> bool:
+    """Whether a multiple of `every` lies in (before, now]."""
+    return every is not None and now // every > before // every
+
+
 def fallback_folder(config: Config, run_dir: str) -> Path | None:
     """Where the last checkpoint of a run goes whose own disk is full: a folder of the run's own in `checkpoint.fallback_dir`."""
     if config.checkpoint.fallback_dir is None:

@@ -19,6 +19,7 @@ from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from drumline.foreign import expanded, first_line, require_package
 from drumline.parallel.native import LOW_PRECISION
 from drumline.rl.generate import generating, place
+from drumline.train.state import due
 
 TOGETHER = 8  # questions side by side
 WHERE = "eval.tasks"
@@ -77,10 +78,10 @@ class Tasks:
         self.plan, self.options, self.model, self.tokenizer = plan, plan.config.eval, model, tokenizer
         self.manager, self.wanted = manager_of(self.options, Path(plan.base_dir))
 
-    def due(self, step: int) -> bool:
-        """At an evaluation after `step` steps."""
+    def due(self, before: int, step: int) -> bool:
+        """At an evaluation after `step` steps, where the last one was after `before`: the steps of a rollout may pass over a multiple."""
         every = self.options.tasks_every
-        return every is None or step in (0, self.plan.steps) or step % every == 0
+        return every is None or step in (0, self.plan.steps) or due(every, before, step)
 
     def score(self) -> dict[str, float]:
         """tasks/NAME/METRIC of the weights as they are, the same on all ranks. Collective. Raises EnvironmentFault."""

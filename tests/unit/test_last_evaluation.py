@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 from drumline.checkpoint.load import newest
 from drumline.checkpoint.manifest import make_newest, read_manifest
 from drumline.core.load import load
+from drumline.core.plan import Plan
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from drumline.train.setup import Request, make_plan
+from drumline.train.tasks import Tasks
 from tests.harness import write_config
 from tests.tiny import tiny_model_dir
-from tests.unit.test_loop import loop, of
+from tests.unit.test_loop import batch, loop, of
 
 
 def metric_of_the_newest(folder: Path) -> float | None:
@@ -40,7 +43,7 @@ def test_a_metric_that_there_is_not_loses_no_weights(tmp_path: Path) -> None:
 
 def test_tasks_that_break_lose_no_weights(tmp_path: Path) -> None:
     class Broken:
-        def due(self, step: int) -> bool:
+        def due(self, before: int, step: int) -> bool:
             return step == 6
 
         def score(self) -> dict[str, float]:
@@ -51,6 +54,34 @@ def test_tasks_that_break_lose_no_weights(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFault):
         built.run()
     assert [e["step"] for e in of(said, "save")] == [6]
+
+
+class Scored(Tasks):
+    """Tasks with a score that is known."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.options = plan, plan.config.eval
+
+    def score(self) -> dict[str, float]:
+        return {"tasks/a/acc": 0.5}
+
+
+def test_tasks_are_scored_where_a_rollout_passes_over_their_step(tmp_path: Path) -> None:
+    """Rollouts of three steps, evaluated after each; a multiple of 4 lies in the second."""
+    built, said = loop(tmp_path, eval={"every": 2, "tasks": ["a"], "tasks_every": 4})
+    built.plan = built.plan.model_copy(update={"steps": 14})
+    built.stream = (replace(batch(s), checkpointable=s % 3 == 2) for s in range(12))
+    built.tasks = Scored(built.plan)
+    built.run()
+    assert [(e["step"], "tasks/a/acc" in e) for e in of(said, "eval")] == [(0, True), (3, False), (6, True), (9, True), (12, True)]
+
+
+def test_the_last_weights_of_a_run_that_ends_early_are_scored(tmp_path: Path) -> None:
+    built, said = loop(tmp_path, eval={"every": 1, "patience": 2, "min_delta": 9.0, "tasks": ["a"], "tasks_every": 5}, schedule="constant")
+    built.tasks = Scored(built.plan)
+    assert built.run() is not None
+    assert [(e["step"], "tasks/a/acc" in e) for e in of(said, "eval")] == [(0, True), (1, False), (2, False), (3, True)]
+    assert built.state.stale == 2
 
 
 @pytest.mark.parametrize(
