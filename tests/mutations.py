@@ -97,7 +97,7 @@ MUTATIONS = [
     ),
     Mutation(
         "k3 with a wrong sign", "algorithms/policy.py",
-        "return torch.expm1(-log_ratio) + log_ratio", "return torch.expm1(-log_ratio) - log_ratio",
+        "(max=LARGEST_EXPONENT)) + log_ratio", "(max=LARGEST_EXPONENT)) - log_ratio",
         ("tests/unit/test_grpo.py::test_divergence_estimators",),
     ),
     Mutation(
