@@ -26,11 +26,22 @@ NO_SCHEDULES = {
 
 def combine(sheet: Sheet) -> None:
     """Combine every group in turn. Keys that wait afterwards are accelerate's."""
-    for group in (_preferences, _optimizer, _warmup, _dtype, _intervals, _data, _strategy, _batch_norm, _adapter):
+    for group in (_preferences, _optimizer, _warmup, _dtype, _intervals, _best, _data, _strategy, _batch_norm, _adapter):
         group(sheet)
     if sheet.get("schedule.warmup_steps") and sheet.get("schedule.warmup_ratio"):
         ratio, steps = (sheet.origins["schedule", f"warmup_{name}"] for name in ("ratio", "steps"))
         sheet.note(ratio, f"without effect: {steps.where} says {shown(steps.value)}")
+
+
+def _best(sheet: Sheet) -> None:
+    """greater_is_better: as transformers has it, by default for every metric whose name does not end in `loss`."""
+    old = pop(sheet, "metric_for_best_model", "greater_is_better")
+    metric, greater = old.get("metric_for_best_model"), old.get("greater_is_better")
+    if metric is not None:
+        sheet.put("eval.metric", str(metric.value).removeprefix("eval_"), metric)
+    if used := greater or metric:
+        rises = flag(used) if used is greater else not str(used.value).endswith("loss")
+        sheet.put("eval.mode", "max" if rises else "min", used)
 
 
 def _optimizer(sheet: Sheet) -> None:

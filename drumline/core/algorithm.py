@@ -53,7 +53,7 @@ class AlgorithmSpec(Spec):
     columns: ClassVar[str] = "`messages`, or `prompt` and `completion`, or `text`"  # of a row, for people
     rate: ClassVar[float] = 2e-5  # a usual peak learning rate to begin with
     metrics: ClassVar[tuple[str, ...]] = ("loss",)  # what the eval event has, for `eval.metric`
-    best_by: ClassVar[dict[str, str]] = {}  # defaults of `eval.metric` and `eval.mode`, where they are not loss and min
+    best_by: ClassVar[dict[str, str]] = {}  # default of `eval.metric`, where it is not loss, and its `eval.mode`
 
     # ---- rows and samples
     plain: ClassVar[bool] = False  # learns from any samples by any module, model.kind python

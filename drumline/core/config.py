@@ -289,7 +289,9 @@ class Config(Section):
         spec = find(AlgorithmSpec, kind, **(info.context or {})) if isinstance(kind, str) else None
         if spec is None or not spec.best_by or not isinstance(values.get("eval", {}), dict):
             return values
-        return {**values, "eval": {**spec.best_by, **values.get("eval", {})}}
+        given = values.get("eval", {})
+        best = spec.best_by if given.get("metric", spec.best_by.get("metric")) == spec.best_by.get("metric") else {}
+        return {**values, "eval": {**best, **given}}
 
     @model_validator(mode="after")
     def _plain_together(self) -> Config:

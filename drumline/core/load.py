@@ -21,7 +21,7 @@ from drumline.core.data import in_full, is_own
 from drumline.core.mistakes import check_numbers, first_mistake, kinds_at, short_at
 from drumline.core.model import TEMPLATES
 from drumline.core.redact import plain, withhold
-from drumline.core.run import EvalConfig
+from drumline.core.run import EvalConfig, direction
 from drumline.core.yaml_lines import Place, read_yaml, write_yaml
 from drumline.errors import CheckpointError, ConfigError
 from drumline.foreign import MIB, expanded, first_line, read_object
@@ -348,11 +348,13 @@ def saved_config(values: Any, now: Config, allow: tuple[str, ...], where: str) -
 
 def refused(old: Config, new: Config, allow: tuple[str, ...]) -> tuple[str, list[str]]:
     """The keys that decide the numbers, differ, and that `allow` lacks: in a line with their values, and in the order of the config. Where
-    a global batch is set, how it is cut up may change, too."""
+    a global batch is set, how it is cut up may change, too; and of the same metric eval.mode may become what its name says: older versions
+    took min for each."""
     before, after = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
     totals = ("batch.global_samples", "batch.global_tokens")
     same_batch = all(before[key] == after[key] for key in totals) and any(before[key] for key in totals)
     may = (*FREE, *allow, *(("batch.micro_batch", "batch.accumulation") if same_batch else ()))
+    may += ("eval.mode",) * (old.eval.metric == new.eval.metric and new.eval.mode == direction(new.eval.metric))
     keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key) and not allowed(key, may)]
     return "; ".join(f"{key} {plain(before.get(key))!r} → {plain(after.get(key))!r}" for key in keys), keys
 

@@ -13,6 +13,17 @@ from drumline.core.section import MOST_RANKS, MOST_SEED, MOST_WEIGHT, Count, Epo
 from drumline.core.urls import LocalPath
 
 MOST_NEW = 64  # tokens of a sample, unless set
+# Words in the name of a metric that say which way is better; those of LOWER go before.
+HIGHER = {"accuracy", "acc", "exact", "em", "f1", "reward", "chosen", "margin", "ended", "length", "bleu", "mcc", "pass@1"}
+LOWER = {"loss", "perplexity", "kl", "error", "failed", "rejected", "std", "stderr"}
+
+
+def direction(metric: str) -> Literal["min", "max"]:
+    """Whether a lower or a higher metric is better, by its name: lower, where that does not say. The names that users give do not count:
+    those of a set or task before it, and of a domain behind reward/."""
+    *before, last = metric.split("/")
+    found = {"reward"} if "reward" in before and before[0] != "tasks" else {*re.split("[_ ]", last)}
+    return "max" if found & HIGHER and not found & LOWER else "min"
 
 
 class EvalConfig(Section):
@@ -22,7 +33,11 @@ class EvalConfig(Section):
     at_start: bool = Field(True, description="Evaluate before the first step, for comparison.")
     micro_batch: Count | None = Field(None, description="Samples per forward pass on each device; null: as in training.")
     metric: str = Field("loss", description="The metric that decides which checkpoint is best. Default of ppo and grpo: reward.")
-    mode: Literal["min", "max"] = Field("min", description="Whether a lower or a higher metric is better. Default of ppo and grpo: max.")
+    mode: Literal["min", "max"] = Field(
+        default_factory=lambda known: direction(known["metric"]),
+        description="Whether a lower or a higher metric is better. Default: max for accuracies, exact matches, F1, margins and rewards by"
+        " their names, else min.",
+    )
     samples: int = Field(
         0,
         ge=0,

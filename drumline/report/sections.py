@@ -166,7 +166,7 @@ def _changed(section: BaseModel, place: str = "") -> list[str]:
     found: list[str] = []
     for name, field in type(section).model_fields.items():
         value: Any = getattr(section, name)
-        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        default = None if field.is_required() else field.get_default(call_default_factory=True, validated_data=vars(section))
         if isinstance(value, Section):
             found += [f"{place}{name}.kind"] * (not field.is_required() and type(default) is not type(value))
             found += _changed(value, f"{place}{name}.")

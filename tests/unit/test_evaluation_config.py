@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from drumline.core.load import load
+from drumline.core.load import load, refused, to_yaml
+from drumline.core.run import EvalConfig, direction
 from drumline.errors import ConfigError, DataError, EnvironmentFault, PlanError, UserError
 from drumline.train.setup import Request, make_plan
 from drumline.train.tasks import manager_of, metrics_of, require
@@ -52,6 +53,37 @@ def test_a_mistake_is_one_line(config: Path, override: str) -> None:
     with pytest.raises(ConfigError) as error:
         load(config, [override])
     assert MISTAKES[override] in error.value.line() and "\n" not in error.value.line()
+
+
+BY_NAME = {
+    "max": "accuracy top5_accuracy token_accuracy hard/exact_match macro_f1 margin reward reward/kl hard/reward/loss chosen reward_chosen"
+    " log_prob_chosen ended tasks/arc/acc tasks/arc/acc_norm tasks/gsm8k/exact_match_strict tasks/reward/f1",
+    "min": "loss hard/loss reward_rejected chosen_std calibration_error reward_failed tasks/arc/acc_stderr tasks/wiki/word_perplexity"
+    " tasks/reward/loss accuracy/loss",
+}
+
+
+@pytest.mark.parametrize(("mode", "metric"), [(mode, metric) for mode, names in BY_NAME.items() for metric in names.split()])
+def test_which_way_is_better_follows_from_the_name(mode: str, metric: str) -> None:
+    assert direction(metric) == mode and EvalConfig(metric=metric).mode == mode
+
+
+def test_which_way_is_better_is_shown_and_may_be_set(config: Path) -> None:
+    assert [load(config, each).config.eval.mode for each in ([], ["eval.metric=token_accuracy"])] == ["min", "max"]
+    assert "mode: max" in to_yaml(load(config, ["eval.metric=token_accuracy"]).config)
+    assert load(config, ["eval.metric=token_accuracy", "eval.mode=min"]).config.eval.mode == "min"
+    rollouts = ["algorithm=grpo", "data.packing=false", "eval.every=null"]
+    assert [load(config, [*rollouts, *each]).config.eval.mode for each in ([], ["eval.metric=hard/reward"])] == ["max", "max"]
+    assert load(config, [*rollouts, "eval.mode=min"]).config.eval.mode == "min"
+
+
+def test_a_run_of_an_older_version_goes_on_by_the_name(config: Path) -> None:
+    """It took min for every metric. Any other change of what is best is refused."""
+    loss, by_name, lowest = (
+        load(config, [f"eval={{{each}}}"]).config for each in ("", "metric: exact_match", "metric: exact_match, mode: min")
+    )
+    assert refused(lowest, by_name, ()) == ("", [])
+    assert refused(by_name, lowest, ())[1] == ["eval.mode"] and refused(loss, by_name, ())[1] == ["eval.metric", "eval.mode"]
 
 
 def plan(config: Path, *overrides: str, dry_run: bool = True) -> Any:

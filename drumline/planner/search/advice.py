@@ -272,7 +272,8 @@ def changed(old: Config, new: Config) -> str:
         keys = {
             k: v
             for k, v in after.items()
-            if before.get(k) != v and (k in before or k == "kind" or v != usual[k].get_default(call_default_factory=True))
+            if before.get(k) != v
+            and (k in before or k == "kind" or v != usual[k].get_default(call_default_factory=True, validated_data=after))
         }
         if keys:
             kind = {"kind": after["kind"]} if "kind" in after and section == "strategy" else {}
