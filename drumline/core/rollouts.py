@@ -216,7 +216,7 @@ class RolloutSpec(ChunkedSpec):
 
     columns: ClassVar[str] = "`prompt`, and what the rewards ask for"
     rate: ClassVar[float] = 1e-6
-    metrics: ClassVar[tuple[str, ...]] = ("reward", "length", "length_max", "ended")  # and reward/DOMAIN
+    metrics: ClassVar[tuple[str, ...]] = ("reward", "reward_failed", "length", "length_max", "ended")  # and reward/DOMAIN
     best_by: ClassVar[dict[str, str]] = {"metric": "reward", "mode": "max"}
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"log_probs", "entropy"})
 

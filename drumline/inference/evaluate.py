@@ -40,6 +40,7 @@ from drumline.launchers.environment import launched_by
 from drumline.launchers.local import launch
 from drumline.models.export import plan_of
 from drumline.report.bars import bars
+from drumline.report.progress import failed
 from drumline.rl.rewards import Item, Rewards
 from drumline.telemetry.events import Eval, Event
 from drumline.train.setup import EVAL_RESULTS, Request, make_plan
@@ -83,8 +84,11 @@ def evaluate(config_path: Path, overrides: list[str], place: Path | None) -> int
         "step": found[-1].step if start else None,
         "samples": found[-1].samples,
         "metrics": found[-1].metrics,
+        "reward_failures": found[-1].reward_failures,
     }
     show(f"{weights.origin} on {found[-1].samples} held-out samples", found[-1].metrics)
+    for line in failed(found[-1].reward_failures or {}):
+        Console(stderr=True).print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
     write(run_dir, "held_out", result)
     return 0
 

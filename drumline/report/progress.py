@@ -6,7 +6,7 @@ import math
 import shlex
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,13 @@ def trend(values: list[float]) -> str:
 def size(bytes_: float) -> str:
     """Bytes in MiB below one GiB, in GiB from there on."""
     return f"{bytes_ / 2**30:.2f} GiB" if bytes_ >= 2**30 else f"{bytes_ / 2**20:.1f} MiB"
+
+
+def failed(failures: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    """A line for each reward that failed. `failures`: as events have them."""
+    for name, reasons in failures.items():
+        lost = ", ".join(f"{count} × {reason}" for reason, count in reasons.items())
+        yield f"reward {name} failed, and its episodes are left out: {lost}"
 
 
 class Progress:
@@ -106,6 +113,10 @@ class Progress:
         # Files and pipes get one line an event; a terminal breaks long ones between words.
         self.console.print(_text(line, style=style), soft_wrap=self.live is None)
 
+    def _print_all(self, warnings: Iterable[str]) -> None:
+        for line in warnings:
+            self._print(line, "yellow")
+
     # ------------------------------------------------------------------------------------------------------ one an event
 
     def _on_run_start(self, event: events.RunStart) -> None:
@@ -136,6 +147,7 @@ class Progress:
     def _on_eval(self, event: events.Eval) -> None:
         self.evals.append(event)
         self._print(f"held out, step {event.step}: {_metrics(event)}  ({event.samples} samples)", "cyan")
+        self._print_all(failed(event.reward_failures or {}))
 
     def _on_samples(self, event: watched.Samples) -> None:
         for sample in event.samples[:SAMPLES_SHOWN]:
@@ -151,9 +163,7 @@ class Progress:
             + (f" ({' · '.join(domains)})" if len(domains) > 1 else "")
             + f" · length {event.length:.1f} · ended {event.ended:.0%} · seconds {spent}"
         )
-        for name, reasons in event.failures.items():
-            lost = ", ".join(f"{count} × {reason}" for reason, count in reasons.items())
-            self._print(f"reward {name} failed, and its episodes are left out: {lost}", "yellow")
+        self._print_all(failed(event.failures))
 
     def _on_reference(self, event: events.Reference) -> None:
         if not event.found:

@@ -253,16 +253,19 @@ class Rollouts:
             self.kl.update(metrics["kl"], len(episodes))
         return episodes, metrics
 
-    def evaluate(self, step: int) -> tuple[dict[str, float], int]:
-        """Greedy completions of all held-out prompts: mean reward, of each domain and evaluation set too, and how many prompts."""
-        samples, by_set = list[Sample](), dict[str, float]()
+    def evaluate(self, step: int) -> tuple[dict[str, float], int, dict[str, Counter[str]]]:
+        """Greedy completions of all held-out prompts: mean reward, of each domain and evaluation set too; how many prompts; and as of
+        Sampled the failures of rewards, over which no mean goes."""
+        samples, by_set, failures = list[Sample](), dict[str, float](), dict[str, Counter[str]]()
         for name, cache in self.held_out.items():
             ids = list(range(len(cache)))
             completions = self.sample(self._requests(cache, ids, [(prompt, 0) for prompt in ids]), step, True)
-            sampled = self._score(cache, ids, completions).samples
-            samples += sampled
-            by_set |= {f"{name}/{key}": value for key, value in _answered(sampled).items()} if name else {}
-        return (_answered(samples) | by_set if samples else {}), len(samples)
+            sampled = self._score(cache, ids, completions)
+            samples += sampled.samples
+            by_set |= {f"{name}/{key}": value for key, value in _answered(sampled.samples).items()} if name else {}
+            for reward, reasons in sampled.failures.items():
+                failures.setdefault(reward, Counter()).update(reasons)
+        return (_answered(samples) | by_set if samples else {}), len(samples), failures
 
     def close(self) -> None:
         """End the processes that compute rewards."""
@@ -325,7 +328,10 @@ def _mean(values: list[float]) -> float:
 
 
 def _answered(samples: list[Sample]) -> dict[str, float]:
-    return {"reward": _mean([sample.reward for sample in samples]), **_means(samples), **_lengths(samples)}
+    """`reward` is the mean over answers that have one, and `reward_failed` the part of those that have none."""
+    rewards = [sample.reward for sample in samples]
+    failed = sum(map(math.isnan, rewards)) / len(rewards)
+    return {"reward": _mean(rewards), **_means(samples), "reward_failed": failed, **_lengths(samples)}
 
 
 def _means(samples: list[Sample]) -> dict[str, float]:

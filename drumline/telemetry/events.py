@@ -150,6 +150,7 @@ class Eval(Event, kind="eval"):
     step: int  # steps done before it
     samples: int  # held-out samples, or prompts
     seconds: float  # it took
+    reward_failures: Mapping[str, Mapping[str, int]] | None = None  # reward → reason → held-out answers that it cost; null: none
 
 
 class Rollout(Event, kind="rollout"):

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -295,14 +295,14 @@ class Loop:
         started, step = time.time(), self.state.step
         heartbeat.beat("eval")
         with self.goodput.spend("eval"):
-            metrics, samples = self._held_out_metrics() if self.rollouts is None else self.rollouts.evaluate(step)
+            metrics, samples, failures = self._held_out_metrics() if self.rollouts is None else self.rollouts.evaluate(step)
             if self.tasks is not None and (self.tasks.due(self.state.evaluated, step) or self._ends(metrics)):
                 self._stop_if_requested()
                 metrics |= self.tasks.score()
         if not metrics:
             return False
         self.state.evaluated = step
-        self.emit(Eval(step=step, samples=samples, seconds=time.time() - started, metrics=metrics))
+        self.emit(Eval(step=step, samples=samples, seconds=time.time() - started, reward_failures=failures or None, metrics=metrics))
         self.metric, better = judged(metrics, self.plan.config.eval, self.state)
         if self.answers is not None:
             heartbeat.beat("eval")
@@ -327,8 +327,8 @@ class Loop:
         than = "finite" if state.mark is None else f"better than {state.mark:.6g}{by}"
         return f"{options.metric} was not {than} in {state.stale} evaluation{'s' * (state.stale > 1)} (eval.patience)"
 
-    def _held_out_metrics(self) -> tuple[dict[str, float], int]:
-        """Over all sets; those of a set that has a name also under NAME/."""
+    def _held_out_metrics(self) -> tuple[dict[str, float], int, dict[str, Any]]:
+        """Over all sets; those of a set that has a name also under NAME/. And how many samples; no reward failed."""
         whole, by_set, samples = dict[str, float](), dict[str, float](), 0
         for name, batches in self.held_out.items():
             sums: dict[str, float] = {}
@@ -339,7 +339,7 @@ class Loop:
             total, _ = self.gather(sums)
             whole = _added(whole, total)
             by_set |= {f"{name}/{key}": value for key, value in self.algorithm.metrics(total).items()} if name else {}
-        return (self.algorithm.metrics(whole) | by_set, samples) if self.held_out else ({}, 0)
+        return (self.algorithm.metrics(whole) | by_set, samples, {}) if self.held_out else ({}, 0, {})
 
     def save(self) -> None:
         """Hand the state to the checkpointer. `metric` goes with it only if it was measured on these very weights."""

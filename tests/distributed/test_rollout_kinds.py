@@ -90,6 +90,8 @@ def test_a_reward_that_fails_costs_its_episodes_alone(runs: Path) -> None:
     assert any("no " in reason for event in told(runs, "fails") for reason in event["failures"].get("fails", {}))
     assert all(math.isfinite(step["loss"]) and math.isfinite(step["grad_norm"]) for step in told(runs, "fails", "step"))
     assert len(told(runs, "fails", "step")) == 4
+    for event in told(runs, "fails", "eval"):
+        assert sum((event["reward_failures"] or {}).get("fails", {}).values()) == round(event["reward_failed"] * event["samples"])
 
 
 def test_generators_sample_the_same(runs: Path) -> None:

@@ -17,8 +17,8 @@ WEIGHT = "weight"
 OURS = ("loss", WEIGHT, "squared_norms")  # sums that are added to the user's
 # Names that events of steps and evaluations have for their own numbers.
 FIELDS = {
-    "comm_s", "compute_s", "data_s", "epoch", "grad_norm", "kind", "loss", "lr", "memory_bytes", "mfu", "samples", "samples_per_s",
-    "seconds", "sent_bytes", "step", "t", "tokens", "tokens_per_s",
+    "comm_s", "compute_s", "data_s", "epoch", "grad_norm", "kind", "loss", "lr", "memory_bytes", "mfu", "reward_failures", "samples",
+    "samples_per_s", "seconds", "sent_bytes", "step", "t", "tokens", "tokens_per_s",
 }  # fmt: skip
 
 

@@ -1,0 +1,58 @@
+"""What an evaluation of rollouts says of rewards that fail."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from drumline.core.rollouts import Reward
+from drumline.rl.generate import Completion
+from drumline.rl.rewards import Rewards
+from drumline.rl.rollouts import Rollouts
+from drumline.telemetry.events import Eval, Event
+from tests.unit.test_report_progress import START, told
+
+FUNCTION = "def gold(prompt, completion, gold):\n    return 1.0 / len(gold)\n"
+
+
+class Prompts(list[dict[str, Any]]):
+    """A cache of prompts, by what their rows have besides."""
+
+    def segments(self, sample: int) -> list[tuple[np.ndarray, None]]:
+        return [(np.array([1, 2]), None)]
+
+    def meta(self, sample: int) -> dict[str, Any]:
+        return {"prompt": "?", "domain": "words", **self[sample]}
+
+
+@pytest.mark.slow
+def test_rewards_that_fail_are_counted(tmp_path: Path) -> None:
+    """The mean went over what was left of them, without a word."""
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    reward: Any = TypeAdapter(Reward).validate_python({"kind": "function", "path": "mine.py:gold"})
+    rollouts = object.__new__(Rollouts)
+    rollouts.held_out = {"easy": Prompts([{"gold": "x"}]), "hard": Prompts([{"gold": "xx"}, {"gold": None}, {"gold": ""}])}  # type: ignore[dict-item]
+    rollouts.sample = lambda requests, step, greedy: [Completion([3], [0.0], True) for _ in requests]
+    rollouts.decode, rollouts.readers = str, SimpleNamespace(rewards={})  # type: ignore[assignment]
+    rollouts.algorithm = SimpleNamespace(missing_stop_penalty=0.0)  # type: ignore[assignment]
+    with Rewards([reward], tmp_path, workers=1) as rollouts.rewards:
+        metrics, samples, failures = rollouts.evaluate(3)
+    assert samples == 4 and (metrics["reward"], metrics["reward_failed"]) == (0.75, 0.5)
+    assert (metrics["easy/reward_failed"], metrics["hard/reward_failed"]) == (0.0, pytest.approx(2 / 3))
+    assert math.isclose(metrics["hard/reward"], 0.5)
+    assert failures.keys() == {"gold"} and sorted(failures["gold"].values()) == [1, 1]
+    event = Eval(step=3, samples=samples, seconds=0.1, metrics=metrics, reward_failures=failures)
+    assert Event.of(event.values()).reward_failures == failures  # type: ignore[attr-defined]
+
+
+def test_they_are_shown() -> None:
+    held_out = {"kind": "eval", "step": 3, "reward": 0.75, "reward_failed": 0.5, "samples": 4, "seconds": 0.1}
+    text = told(START, {**held_out, "reward_failures": {"gold": {"raised TypeError": 2}}})[1]
+    assert "reward_failed 0.5" in text and "reward gold failed, and its episodes are left out: 2 × raised TypeError" in text
+    assert "failed, and" not in told(START, held_out)[1]
