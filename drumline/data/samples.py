@@ -6,7 +6,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -28,6 +28,7 @@ from drumline.vendor.torch import tree_leaves, tree_map_only
 
 COMPARED = 16  # rows of a function that are compared, evenly spaced
 SIMPLE = (bool, int, float, complex, str, bytes, type(None))
+Drawn = Callable[[], AbstractContextManager[None]]  # within, what a dataset draws is the same in each process: dist.seeds.Draws.used
 
 
 def indexed(dataset: object) -> bool:
@@ -44,18 +45,19 @@ class Samples(torch.utils.data.ConcatDataset[Any]):
         self.lengths = np.ones(len(self), np.int32)
 
 
-def read_samples(sources: Sequence[Source], base_dir: Path) -> Samples:
+def read_samples(sources: Sequence[Source], base_dir: Path, drawn: Drawn = nullcontext) -> Samples:
     """The samples of the sources, which must be the same on every rank. Datasets with a length and an index stay as they are; iterables are
     kept in memory. Raises DataError for one without a sample."""
     parts = []
     for source in sources:
-        found: Any = source.rows(base_dir)
-        if not indexed(found):
-            if not hasattr(found, "__iter__"):
-                fix = "return a dataset with __len__ and __getitem__, a list, or an iterator"
-                raise DataError(f"gives {type(found).__name__}, not samples", where=describe(source), fix=fix)
-            found = imported(partial(list, islice(found, source.limit)), source.label, "data source", doing="reading")
-        elif source.limit is not None and source.limit < len(found):
+        with drawn():
+            found: Any = source.rows(base_dir)
+            if not indexed(found):
+                if not hasattr(found, "__iter__"):
+                    fix = "return a dataset with __len__ and __getitem__, a list, or an iterator"
+                    raise DataError(f"gives {type(found).__name__}, not samples", where=describe(source), fix=fix)
+                found = imported(partial(list, islice(found, source.limit)), source.label, "data source", doing="reading")
+        if source.limit is not None and source.limit < len(found):
             found = torch.utils.data.Subset(found, range(source.limit))
         if not len(found):
             raise DataError("has no samples", where=describe(source))
@@ -142,10 +144,13 @@ def _weight(given: Any) -> float:
     raise DataError(f"gave {str(given)[:80]} ({type(given).__name__})", where="algorithm.weight", fix=fix)
 
 
-def global_batches(dataset: Any, batch: BatchPlan, data_rank: int, position: int, stop: int | None, seed: int | None) -> Iterator[Any]:
+def global_batches(
+    dataset: Any, batch: BatchPlan, data_rank: int, position: int, stop: int | None, seed: int | None, drawn: Drawn = nullcontext
+) -> Iterator[Any]:
     """This rank's part of each global batch from `position` on: its micro-batches, each a list of what the dataset gives. `stop`: passes
     over the dataset; None: without end. The last global batch is filled up from the pass that would follow. `seed`: of the shuffled order;
-    None: as the data come, as an iterable dataset always does. Raises DataError for a dataset without samples."""
+    None: as the data come, as an iterable dataset always does. `drawn`: around what is read of an iterable, so that it gives the same
+    on all ranks and after a resume. Raises DataError for a dataset without samples."""
     size = batch.global_samples
     ranks = size // (batch.micro_batch * batch.accumulation)
     # All samples count alike, so they are dealt in order.
@@ -161,7 +166,8 @@ def global_batches(dataset: Any, batch: BatchPlan, data_rank: int, position: int
         return
     rows = islice(_passes(dataset, stop, size), position, None)
     while True:
-        taken = list(islice(rows, size))
+        with drawn():
+            taken = list(islice(rows, size))
         if stop is not None and taken[0][0] >= stop:
             return
         yield [[taken[place][1] for place in places] for places in mine]
@@ -186,10 +192,19 @@ def _passes(dataset: Iterable[Any], stop: int | None, size: int) -> Iterator[tup
         number += 1
 
 
-def held_out(dataset: Any, micro_batch: int, data_rank: int, data_ranks: int) -> Iterator[tuple[list[Any], bool]]:
-    """(samples, whether they count): each sample once over all ranks, and as many micro-batches on each, as collectives want it."""
-    rows, first = (dataset[i] for i in range(len(dataset))) if indexed(dataset) else iter(dataset), None
-    while taken := list(islice(rows, micro_batch * data_ranks)):
+def held_out(
+    dataset: Any, micro_batch: int, data_rank: int, data_ranks: int, drawn: Drawn = nullcontext
+) -> Iterator[tuple[list[Any], bool]]:
+    """(samples, whether they count): each sample once over all ranks, and as many micro-batches on each, as collectives want it.
+    `drawn`: around what is read."""
+    first = list[Any]()
+    with drawn():
+        rows = (dataset[i] for i in range(len(dataset))) if indexed(dataset) else iter(dataset)
+    while True:
+        with drawn():
+            taken = list(islice(rows, micro_batch * data_ranks))
+        if not taken:
+            return
         first = first or taken[:1]
         mine = taken[data_rank * micro_batch : (data_rank + 1) * micro_batch]
         yield mine or first, bool(mine)

@@ -7,6 +7,7 @@ import hashlib
 import os
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,18 +42,44 @@ def drawing(seed: int | None, device: str = "cpu") -> Iterator[None]:
         generator.set_state(before)
 
 
-@contextlib.contextmanager
-def constructing(seed: int) -> Iterator[None]:
-    """Within, a constructor draws from `seed`, whichever of python, numpy and torch's CPU generator it draws from."""
-    before, before_numpy = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
-        with drawing(seed):
+class Draws:
+    """Random numbers of python, numpy and torch's CPU generator from a seed. They go on from one use to the next, whatever is drawn in
+    between."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.states: Any = None
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Within, what is drawn is drawn from here; afterwards the generators are as they were."""
+        before = _states()
+        if self.states is None:
+            random.seed(self.seed)
+            np.random.seed(self.seed % 2**32)
+            torch.default_generator.manual_seed(self.seed)
+        else:
+            _restore(self.states)
+        try:
             yield
-    finally:
-        random.setstate(before)
-        np.random.set_state(before_numpy)
+        finally:
+            self.states = _states()
+            _restore(before)
+
+
+def _states() -> Any:
+    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+
+
+def _restore(states: Any) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.default_generator.set_state(states[2])
+
+
+def constructing(seed: int) -> contextlib.AbstractContextManager[None]:
+    """Within, a constructor draws from `seed`, whichever of python, numpy and torch's CPU generator it draws from."""
+    return Draws(seed).used()
 
 
 def deterministic() -> None:

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import save_model
 from torch import nn
 
-from drumline.checkpoint.load import best_or_latest, check, load, pointed
+from drumline.checkpoint.load import best_or_latest, check, load, pointed, read_state
 from drumline.core.model import ModelConfig
 from drumline.core.plan import Plan
 from drumline.core.registry import find_function, imported
 from drumline.dist.seeds import derive
 from drumline.errors import CheckpointError, ModelError
 from drumline.models.freeze import freeze
-from drumline.models.shards import Values, canonical_tensors
+from drumline.models.shards import Values, canonical_tensors, extra_states, has_extra_state, set_extra_states
 from drumline.models.tape import lay_out_module
 
 
@@ -40,7 +40,11 @@ def _where(model: ModelConfig) -> str:
 
 def require_trainable(model: nn.Module, *, cut: bool, deepspeed: bool) -> None:
     """`cut`: ranks keep parts of its weights, or of their optimizer's state. Raises ModelError for what no engine, or that one, trains."""
+    saved = extra_states(model)
     for path, module in model.named_modules():
+        if has_extra_state(module) and path not in saved:
+            what = f"get_extra_state of {path or 'it'} gives what JSON does not have, so no checkpoint has it"
+            raise ModelError(what, where="model", fix="keep it in buffers: self.register_buffer(name, tensor)")
         if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise ModelError(f"{path or 'it'} has sparse gradients", where="model", fix="they are not averaged: build it with sparse=False")
         if cut and getattr(module, "max_norm", None) is not None:
@@ -78,6 +82,7 @@ def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
     freeze(module, plan.config.model.freeze)
     check(checkpoint, verify=True, alone=True)
     load(checkpoint, canonical_tensors(module), alone=True)
+    set_extra_states(module, read_state(checkpoint).get("engine", {}).get("modules", {}))
     return module.eval(), checkpoint
 
 

@@ -347,6 +347,29 @@ def _persistent(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """Path of a module → what its own `get_extra_state` gives, where JSON has it."""
+    own = {path: module.get_extra_state() for path, module in model.named_modules() if has_extra_state(module)}
+    return {path: state for path, state in own.items() if in_json(state)}
+
+
+def set_extra_states(model: nn.Module, states: dict[str, Any]) -> None:
+    for path, module in model.named_modules():
+        if path in states:
+            module.set_extra_state(states[path])
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def in_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
+
+
 def file_name(name: str) -> str:
     """The name of a tensor in the model's files: without the parts for what PEFT lays over its layer."""
     return name.replace(".token_adapter.", ".").replace(".base_layer.", ".")

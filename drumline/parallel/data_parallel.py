@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,7 @@ from drumline.parallel.norms import local
 from drumline.vendor.torch import DefaultAllGather, DefaultReduceScatter
 
 T = TypeVar("T", bound=torch.Tensor)
+logger = logging.getLogger(__name__)
 
 
 class Spread:
@@ -36,6 +38,9 @@ class Spread:
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around a micro-batch's forward and backward; gradients must be reduced once the last one is through."""
         return contextlib.nullcontext()
+
+    def went_back(self) -> None:
+        """Once a backward has ended."""
 
     def stepped(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """What an optimizer steps in the place of the model's parameters, by name."""
@@ -57,25 +62,46 @@ class Unreplicated(Spread):
 
 
 class Replicated(Spread):
-    """DDP. Evaluation runs below it: nothing is to be reduced there."""
+    """DDP. Evaluation runs below it: nothing is to be reduced there.
+
+    It averages in a backward that follows a forward of its own. Where the last one follows none (a loss of a method of the module's, a
+    second backward of one forward), the gradients are averaged once more: averages of averages are averages."""
 
     def __init__(self, module: DistributedDataParallel, compressor: Compressor | None = None) -> None:
         super().__init__(module, inner=module.module)
         self.ddp, self.compressor = module, compressor
         self.records_graph = module.static_graph
+        self.by_hand = BucketedAllReduce(module.module, module.process_group)
+        self.called = self.averaged = self.said = False  # since the last backward; by the last backward; in the log
+        module.register_forward_pre_hook(self._note_call)
+
+    def _note_call(self, *_: object) -> None:
+        self.called = self.called or torch.is_grad_enabled()
+
+    def went_back(self) -> None:
+        self.called, self.averaged = False, self.called
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         # DDP records a static graph in the first backward, which has to reduce: averages of averages are averages.
         checks = last and not (self.ddp.static_graph or self.ddp.find_unused_parameters)
         before = self._gradients() if checks else {}
+        self.called = self.averaged = False
         with contextlib.nullcontext() if last or self.records_graph else self.ddp.no_sync():
             yield
         self.records_graph = False
-        if checks:
+        if last and not self.averaged:
+            self._average()
+        elif checks:
             self._require_gradients(before)
         if last and self.compressor:
             self.compressor.step += 1
+
+    def _average(self) -> None:
+        if not self.said:
+            logger.warning("the last backward of a step follows no call of the model: gradients are averaged after it, not during it")
+        self.said = True
+        self.by_hand.average()
 
     def _gradients(self) -> dict[str, tuple[int, int] | None]:
         """Of each weight that learns: which gradient it has, and how often that was written."""

@@ -104,6 +104,7 @@ class OpenEngine(Engine, Protocol):
     named: dict[str, nn.Parameter]  # as the optimizer has them, whatever a forward puts in their place
     max_grad_norm: float | None
     optimizer: torch.optim.Optimizer
+    is_whole: bool  # each rank has all of the model, and calls it as it is
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Around the forwards and backwards of a micro-batch. `last`: of the global batch; at its end all gradients are reduced."""

@@ -23,7 +23,7 @@ from drumline.models.blocks import blocks, tensor_plan
 from drumline.models.head import ForwardWithObjective
 from drumline.models.kernels import apply_liger
 from drumline.models.packed import scales_of
-from drumline.models.shards import Values, all_tensors, canonical_tensors
+from drumline.models.shards import Values, all_tensors, canonical_tensors, extra_states, set_extra_states
 from drumline.parallel.compress import compress_ddp
 from drumline.parallel.context_parallel import apply_context_parallel
 from drumline.parallel.data_parallel import BucketedAllReduce, Replicated, Sharded, Spread, Unreplicated
@@ -38,16 +38,18 @@ from drumline.parallel.optimizer import (
     as_saved,
     at_mean,
     build_optimizer,
+    load_numbers,
     load_saved,
     optimizer_tensors,
     scalars,
     set_rate,
     take_step,
 )
-from drumline.parallel.plain import Plain
+from drumline.parallel.plain import Plain, modes_kept
 from drumline.parallel.shared_step import SharedStep
 from drumline.parallel.tensor_parallel import apply_tp
 from drumline.parallel.transforms import (
+    Statistics,
     agree_on_statistics,
     apply_compile,
     apply_ddp,
@@ -128,6 +130,8 @@ def spread_over_data(
 class ForwardEngine:
     """A module whose forward runs model and objective together (so wrappers' hooks see all uses of a weight), spread over ranks."""
 
+    trains = False
+
     def __init__(self, plan: Plan, model: nn.Module, spread: Spread, around: Around = contextlib.nullcontext) -> None:
         """`around`: a context that each forward (and its backward) runs in."""
         self.model, self.spread, self.around = model, spread, around
@@ -136,8 +140,12 @@ class ForwardEngine:
         casts = plan.pure or (isinstance(spread, Sharded) and spread.casts)
         self.autocast_dtype = None if casts else LOW_PRECISION.get(plan.precision)
         self.batch_norms = batch_norms(model)
-        self.is_whole = isinstance(spread, Unreplicated | Replicated | SharedStep) and plain_mesh(plan.mesh)
-        self.model.eval()
+        self.statistics = Statistics(self.batch_norms)
+        self.is_whole = isinstance(spread, Unreplicated | Replicated | SharedStep | BucketedAllReduce) and plain_mesh(plan.mesh)
+        if not self.trains:
+            self.model.eval()
+        elif not self.model.training:  # a part that was built in eval mode stays in it
+            self.model.train()
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         return total(self._evaluated(self.spread.inner, micro_batches, objective))
@@ -181,14 +189,15 @@ class ForwardEngine:
     def evaluating(self) -> Iterator[None]:
         self._come_together()
         was_training = self.model.training
-        self._train(False)
-        try:
-            with torch.no_grad(), self.around():
-                yield
-        finally:
-            self._train(was_training)
-            if isinstance(self.spread, Sharded):
-                self.spread.reshard()
+        with modes_kept(self.model):
+            self._train(False)
+            try:
+                with torch.no_grad(), self.around():
+                    yield
+            finally:
+                self._train(was_training)
+                if isinstance(self.spread, Sharded):
+                    self.spread.reshard()
 
     def _evaluated(self, module: nn.Module, micro_batches: Iterable[Any], objective: Any) -> list[dict[str, torch.Tensor]]:
         outs = []
@@ -215,6 +224,7 @@ class ForwardEngine:
 class NativeEngine(ForwardEngine):
     """Engine over a trainable model."""
 
+    trains = True
     group: Any = None  # of a pipeline: the process group of the ranks with the other stages
     counted_elsewhere: frozenset[str] = frozenset()  # tied weights whose gradients count on another of them
 
@@ -253,7 +263,6 @@ class NativeEngine(ForwardEngine):
         # Fused kernels leave all as it is where `found_inf` is 1; for others the host decides.
         fused = all(group.get("fused") for group in self.optimizer.param_groups) and not isinstance(self.optimizer, OnHost)
         self.masks = fused and not self.loss_scale.enabled
-        self.model.train()
 
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
         outs = []
@@ -270,12 +279,14 @@ class NativeEngine(ForwardEngine):
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         at_mean(self.optimizer, False)
+        self.statistics.note()
         with self.around(), self.spread.micro_batch(last):
             yield
 
     def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
         # Gradients are averaged over ranks; a sum over ranks is wanted, and scaling the loss gives it without a second pass.
         (loss_sum * (self.averaged_over / denominator * self.loss_scale.value)).backward()
+        self.spread.went_back()
 
     def divide(self, by: torch.Tensor) -> None:
         if gradients := [local(g) for g in self._gradients()]:
@@ -293,6 +304,7 @@ class NativeEngine(ForwardEngine):
         return global_norm(counted, self.device, self.group)
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
+        self.statistics.settle(finite)
         if self.masks or finite:
             gradients = [local(g) for g in self._gradients()]
             if self.max_grad_norm is not None and gradients:  # a pipeline's stage may have nothing trainable
@@ -325,12 +337,14 @@ class NativeEngine(ForwardEngine):
         return {name: as_saved(tensor) for name, tensor in self._kept().items()}
 
     def state(self) -> dict[str, Any]:
-        return {"scaler": self.loss_scale.state(), "optimizer": scalars(self.optimizer)}
+        return {"scaler": self.loss_scale.state(), "optimizer": scalars(self.optimizer), "modules": extra_states(self.model)}
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         # The tensors are the engine's own, and filled; but for what is quantised or in bf16, whose copies they are.
         for name, tensor in self._kept().items():
             load_saved(tensor, tensors.get(name, tensor))
+        load_numbers(self.optimizer, self.stepped, tensors)
+        set_extra_states(self.model, state.get("modules", {}))
         for group in self.optimizer.param_groups:
             group.update(state.get("optimizer", {}))
         if isinstance(self.optimizer, OnHost):

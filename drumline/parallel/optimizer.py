@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from drumline.core.config import OptimizerConfig
 from drumline.errors import PlanError
+from drumline.foreign import class_and_line, first_line
 from drumline.parallel.adafactor import Adafactor
 from drumline.parallel.muon import Joined, Muon
 from drumline.parallel.norms import local
@@ -171,6 +172,8 @@ def make_state(optimizer: torch.optim.Optimizer, step: Callable[[], None] | None
         for slot, value in state.items():
             if isinstance(value, torch.Tensor) and not quantised(value) and slot != MEAN_OF:
                 value.zero_()
+            elif isinstance(value, int | float):
+                state[slot] = type(value)(0)
 
 
 def at_mean(optimizer: torch.optim.Optimizer, mean: bool) -> None:
@@ -189,32 +192,55 @@ def require_zero_state(optimizer: torch.optim.Optimizer) -> None:
 
     It is tried: after that setting, a step must be that of a fresh optimizer."""
 
-    known = inspect.signature(type(optimizer)).parameters  # AdamW's defaults have one that is Adam's
+    kind, own = type(optimizer), {key: value for key, value in vars(optimizer).items() if key != "step"}  # a step that is put over it
+    group = optimizer.defaults | optimizer.param_groups[0]
 
-    def stepped(primed: bool) -> torch.Tensor:
+    def stepped(primed: bool) -> tuple[torch.Tensor, dict[str, Any]]:
         parameter = nn.Parameter(torch.tensor([[1.0, -2.0], [0.5, 3.0]]))
-        probe = type(optimizer)([parameter], **{k: v for k, v in optimizer.defaults.items() if k in known})
+        probe = kind.__new__(kind)  # whatever its constructor takes
+        vars(probe).update(own, state=defaultdict(dict), param_groups=[{**group, "params": [parameter]}])
         if primed:
             make_state(probe)
         parameter.grad = torch.tensor([[0.1, -0.2], [0.3, 0.4]])
-        probe.step()
-        return parameter.detach()
+        take_step(probe)
+        return parameter.detach(), dict(probe.state[parameter])
 
-    if not torch.equal(stepped(primed=True), stepped(primed=False)):
-        what = f"the state of {type(optimizer).__name__} does not begin at zero, and a checkpoint is loaded over one that does"
+    try:
+        (one, state), (other, _) = stepped(primed=True), stepped(primed=False)
+    except Exception as error:  # whatever a stranger's optimizer raises
+        what = f"{kind.__name__} does not step a matrix by itself: {class_and_line(error)}: {first_line(error)}"
+        raise PlanError(what, where="make_optimizer", fix="use one that steps each parameter by its gradient") from error
+    if not torch.equal(one, other):
+        what = f"the state of {kind.__name__} does not begin at zero, and a checkpoint is loaded over one that does"
         raise PlanError(what, where="make_optimizer", fix="use Adam, AdamW, SGD, RMSprop or another whose moments begin at zero")
+    if lost := [slot for slot, value in state.items() if not isinstance(value, torch.Tensor | int | float | None)]:
+        what = f"{kind.__name__} keeps a {type(state[lost[0]]).__name__} of each parameter ({lost[0]}), which no checkpoint has"
+        raise PlanError(what, where="make_optimizer", fix="use one that keeps tensors and numbers")
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
     """`optim.<parameter name>.<slot>` → the optimizer's own tensor, for every parameter that has state; `<slot>.<parameter name>` of a slot
-    that is a section by itself."""
+    that is a section by itself. A number as a tensor of it."""
     states, sections = optimizer.state, getattr(optimizer, "sections", ())
     return {
-        f"{slot}.{name}" if slot in sections else f"optim.{name}.{slot}": value
+        f"{slot}.{name}" if slot in sections else f"optim.{name}.{slot}": _as_tensor(value)
         for name, parameter in named.items()
         for slot, value in states.get(parameter, {}).items()
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, torch.Tensor | int | float)
     }
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+def load_numbers(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter], tensors: dict[str, torch.Tensor]) -> None:
+    """Set the numbers that an optimizer keeps besides tensors to what tensors of them say."""
+    for name, parameter in named.items():
+        state = optimizer.state.get(parameter, {})
+        for slot, value in state.items():
+            if isinstance(value, int | float) and (saved := tensors.get(f"optim.{name}.{slot}")) is not None:
+                state[slot] = type(value)(saved.item())
 
 
 def quantised(tensor: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ from drumline.core.stages import Cost, Range, balance
 from drumline.dist.mesh import device_mesh
 from drumline.errors import PlanError
 from drumline.models.blocks import blocks
-from drumline.models.shards import Values
+from drumline.models.shards import Values, has_extra_state
 from drumline.parallel import native
 from drumline.parallel.engine import DeviceSums, Read, Sums
 from drumline.parallel.native import NativeEngine
@@ -66,6 +66,9 @@ def stages_of(model: nn.Module) -> dict[str, nn.Module]:
     if batch_norms(model):
         what = "batch norms agree on their statistics over all ranks, and stages have different ones"
         raise PlanError(what, where="strategy", fix="use a norm without statistics, or ddp, fsdp2 or zero3")
+    if own := [type(module).__name__ for module in model.modules() if has_extra_state(module)]:
+        what = f"get_extra_state of {own[0]} is saved by the first rank alone, and stages lie on others"
+        raise PlanError(what, where="strategy", fix="keep it in buffers, or use ddp, fsdp2 or zero3")
     return stages
 
 

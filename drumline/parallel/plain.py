@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,6 +44,17 @@ class Plain(nn.Module):
             if changed := [name for name in after if not same(after[name], before.get(name, (None, 0)))]:
                 logger.warning("forward changes %s: what is kept there follows from how the global batch is cut", ", ".join(changed))
         return out
+
+
+@contextlib.contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards each module is in the mode that it was in: a part of a model may be in eval mode for good."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def buffer_versions(model: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:

@@ -24,7 +24,7 @@ from drumline.core.strategy import CopyOptions
 from drumline.models import losses
 from drumline.models.blocks import blocks
 from drumline.parallel.offload import ActivationOffload
-from drumline.vendor.torch import BatchNorm, TorchDispatchMode, tree_map_only
+from drumline.vendor.torch import BatchNorm, TorchDispatchMode, foreach_copy_, tree_map_only
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ATEN = torch.ops.aten
@@ -74,6 +74,36 @@ def agree_on_statistics(norms: list[BatchNorm]) -> None:
     flat /= dist.get_world_size()
     for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
         buffer.copy_(mean.view_as(buffer))
+
+
+class Statistics:
+    """What batch norms keep of the samples of a step, which is put back where the step turns out to be none. The host waits for nothing."""
+
+    def __init__(self, norms: list[BatchNorm]) -> None:
+        self.norms = norms
+        self.before: list[torch.Tensor] | None = None
+
+    def note(self) -> None:
+        """Before each micro-batch: as they are before the first of a step."""
+        if self.norms and self.before is None:
+            self.before = [_end_to_end(buffers) for buffers in self._buffers()]
+
+    @torch.no_grad()
+    def settle(self, finite: torch.Tensor) -> None:
+        """At the end of a step: as they were, but where `finite`, a bool scalar, holds."""
+        for buffers, before in zip(self._buffers(), self.before or (), strict=False):
+            kept = torch.where(finite.to(before.device), _end_to_end(buffers), before).split([buffer.numel() for buffer in buffers])
+            foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(kept, buffers, strict=True)])
+        self.before = None
+
+    def _buffers(self) -> list[list[torch.Tensor]]:
+        """By type: counts are no floats."""
+        buffers = [buffer for norm in self.norms for buffer in norm.buffers(recurse=False)]
+        return [[buffer for buffer in buffers if buffer.dtype == dtype] for dtype in dict.fromkeys(buffer.dtype for buffer in buffers)]
+
+
+def _end_to_end(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 class OnCPU(BatchNorm):

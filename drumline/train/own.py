@@ -117,20 +117,6 @@ def claim(plan: Plan, resume: bool | str | Path, allow: tuple[str, ...], stack: 
     return resume
 
 
-class Model:
-    """A model as the loop sees it: called like the module, and with all of its attributes."""
-
-    def __init__(self, engine: OpenEngine) -> None:
-        self.engine = engine
-        self.module: nn.Module = engine.model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.engine.call(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["module"], name)
-
-
 @dataclass
 class Trained:
     """A model of a session: what it has done in the global batch that the loop is in, and its last step."""
@@ -140,8 +126,13 @@ class Trained:
     sums: list[torch.Tensor] = field(default_factory=list)  # fp64[2] of each backward: loss sum and weight
     stepped: bool = False
     counts: bool = False  # its last step was the first of that global batch, and its weight is counted as tokens
-    flight: Flight | None = None  # its last step, where nobody has read its numbers yet
-    last: Flight | None = None  # the last one whose numbers were read
+    flight: Flight | None = None  # its last step, where nothing has followed from its numbers yet
+    last: Flight | None = None  # its last step
+
+    @property
+    def tokens(self) -> int:
+        """Of the step in flight, where they count."""
+        return int(self.flight.total["weight"]) if self.flight is not None and self.counts else 0
 
 
 class Engines:
@@ -205,6 +196,10 @@ def makers(pairs: Mapping[str, Any]) -> dict[str, Any]:
             if closure is not None and closure.default is inspect.Parameter.empty:
                 what = f"{type(optimizer).__name__} computes the loss itself, several times a step"
                 raise UserError(what, where="session.prepare", fix="take an optimizer whose step requires no closure")
+            own = {id(parameter) for parameter in model.parameters()}
+            if foreign := [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]:
+                what = f"{type(optimizer).__name__} steps {len(foreign)} parameters that are not the model's, and nothing averages them"
+                raise UserError(what, where="session.prepare", fix="make them part of the module that build returns")
             return optimizer
 
         return made
@@ -248,6 +243,9 @@ def guarded(optimizer: Any) -> Any:
 def measured(given: Any) -> tuple[Any, ...]:
     """What `measure` of evaluate returns. Raises UserError for another form."""
     if isinstance(given, tuple | list) and len(given) in (2, 3) and (len(given) == 2 or isinstance(given[2], Mapping)):
+        if taken := {"loss", "weight"}.intersection(given[2] if len(given) == 3 else ()):
+            what = f"measure returns a sum of the name {min(taken)!r}, which the session uses itself"
+            raise UserError(what, where="session.evaluate", fix="give it another name")
         return tuple(given)
     what = f"measure returns {type(given).__name__}, (loss sum, weight) or (loss sum, weight, {{name: sum}}) is wanted"
     raise UserError(what, where="session.evaluate", fix="return losses.sum(), len(batch)")
@@ -326,6 +324,14 @@ def require_sum(loss_sum: Any, weight: Any, learns: bool) -> None:
         raise UserError("the loss has no gradients", where="session.backward", fix="compute it from the model, outside of torch.no_grad")
     if not isinstance(weight, torch.Tensor) and not (isinstance(weight, int | float) and weight >= 0):
         raise UserError(f"the weight is {weight!r}, a number of 0 or more is wanted", where="session.backward", fix=fix)
+
+
+def require_rates(max_grad_norm: float | None, lr: float | None) -> None:
+    """Raises UserError for what would train uphill, or not at all."""
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise UserError(f"max_grad_norm is {max_grad_norm}, a number above 0 is wanted", where="session.step", fix="None clips nothing")
+    if lr is not None and not lr >= 0:
+        raise UserError(f"lr is {lr}, a number of 0 or more is wanted", where="session.step", fix="None takes the optimizer's own")
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -22,6 +22,7 @@ from drumline.data.prepare import prepare
 from drumline.data.preview import Piece, Reader, Seen, visible
 from drumline.data.samples import read_samples
 from drumline.data.workers import digest
+from drumline.dist.seeds import Draws
 from drumline.errors import DataError, UserError
 from drumline.foreign import disk_errors, judged
 from drumline.models.files import resolve
@@ -91,7 +92,7 @@ def preview(config_path: Path, overrides: list[str], options: Options) -> None:
     view = View(console, options)
     mistake: UserError | None = None
     if config.plain:
-        view.shapes(read_samples(config.data.train, loaded.base_dir.absolute()))
+        view.shapes(read_samples(config.data.train, loaded.base_dir.absolute(), Draws(0).used))
     else:
         with bars(Console(stderr=True)) as on_progress:
             model_path = resolve(config.model, on_progress)

@@ -48,7 +48,8 @@ from drumline.train import own
 from drumline.train.build import Start, checkpointer_of, memory_of
 from drumline.train.entry import MainReporter, Reporter, run_start
 from drumline.train.failure import fresh
-from drumline.train.own import MAIN, Engines, Model, Trained, claim, plan_of, print_error, report, require_one_model, scalar
+from drumline.train.model import Model
+from drumline.train.own import MAIN, Engines, Trained, claim, plan_of, print_error, report, require_one_model, scalar
 from drumline.train.saving import Saver
 from drumline.train.state import Flight, Goodput, TrainState, judge
 from drumline.vendor.torch import tree_map_only
@@ -201,13 +202,11 @@ class Session:
 
     @property
     def losses(self) -> dict[str, float]:
-        """Of the last step of each model, over all ranks. Waits for the device, and so does `grad_norms`."""
-        self._land()
+        """Of the last step of each model, over all ranks. Waits for the device, and so does `grad_norms`; one rank alone may read them."""
         return {name: model.last.loss for name, model in self._models.items() if model.last}
 
     @property
     def grad_norms(self) -> dict[str, float]:
-        self._land()
         return {name: model.last.grad_norm for name, model in self._models.items() if model.last}
 
     def batches(
@@ -224,7 +223,8 @@ class Session:
         seed = derive(config.run.seed, "order") if shuffle else None
         rank = self.plan.mesh.data_rank(self.ranks.rank)
         passes = None if steps is not None else epochs
-        rows, began = iter(global_batches(dataset, batch, rank, self.position, passes, seed)), self.position
+        draws, began = derive(config.run.seed, "rows"), self.position
+        rows = iter(global_batches(dataset, batch, rank, began, passes, seed, draws))
         while steps is None or self.steps < steps:
             seed_step(config.run.seed, self.steps, *self.plan.mesh.stream(self.ranks.rank))
             micro_batches = next(rows, None)
@@ -273,6 +273,7 @@ class Session:
         """At the end of a global batch: divide the gradients by its weight, clip them by their global norm, update, and return True. Before
         that False. `lr`: for all groups of the optimizer; None: as they have it. Where loss or gradients are not finite the weights stay,
         as `on_nan` has it. Collective."""
+        own.require_rates(max_grad_norm, lr)
         model, (end, last) = own.named(self._models, of), self._now or (0, False)
         if not last:
             return False
@@ -294,7 +295,8 @@ class Session:
             self._state.step, self._state.position = self.steps + 1, end
         flight = Flight(total, self.steps)
         self._land(model)
-        model.flight, model.counts, model.stepped = flight, first, True
+        model.flight = model.last = flight
+        model.counts, model.stepped = first, True
         return True
 
     def _stepped(self) -> list[str]:
@@ -306,14 +308,13 @@ class Session:
         return [name for name, model in self._models.items() if model.sums and not model.stepped]
 
     def _land(self, *chosen: Trained) -> None:
-        """Read the numbers of steps in flight, by default of all models, and act on them. Raises TrainingStopped where a step that is not
-        finite is one too many. All ranks come here after the same steps."""
+        """Act on the numbers of steps in flight, by default of all models; all ranks after the same steps, so not where one alone may read
+        them. Raises TrainingStopped where a step that is not finite is one too many."""
         for model in chosen or self._models.values():
             if (flight := model.flight) is not None:
-                model.flight, model.last = None, flight
+                self._state.tokens += model.tokens
+                model.flight = None
                 self._signal = self._signal or int(max(flight.by_rank[0]))
-                if model.counts:
-                    self._state.tokens += int(flight.total["weight"])
                 judge(flight, self.plan, self._state, model.engine.rescales(), self.emit, "on_nan", FIX)
 
     def evaluate(self, dataset: Any, collate: Collate, measure: Callable[..., Any], micro_batch: int | None = None) -> dict[str, float]:
@@ -325,7 +326,8 @@ class Session:
         with ExitStack() as states:
             for model in self._models.values():
                 states.enter_context(model.engine.evaluating())
-            for samples, counts in held_out(dataset, micro_batch or self.plan.batch.eval_micro_batch, rank, ranks):
+            draws = derive(self.plan.config.run.seed, "held out")
+            for samples, counts in held_out(dataset, micro_batch or self.plan.batch.eval_micro_batch, rank, ranks, draws):
                 batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), collate(samples))
                 loss_sum, weight, *more = own.measured(measure(batch))
                 for name, value in {"loss": loss_sum, "weight": weight, **(more[0] if more else {})}.items():
@@ -344,7 +346,6 @@ class Session:
         """An event of this step, on rank 0 a line as well: the loss and the gradient norm of all ranks (of several models under NAME_loss),
         and `metrics`, numbers as this rank has them. Before this start's first step there is the line alone."""
         self._require_prepared()
-        self._land()
         scalars: dict[str, float] = {}
         for name in self._stepped():
             prefix = f"{name}_" if name else ""
@@ -354,7 +355,7 @@ class Session:
             say(f"step {self.steps}  " + "  ".join(f"{name} {value:.5g}" for name, value in scalars.items()), sys.stdout)
         if not self.losses:
             return
-        now, done = time.time(), (self.steps, self._state.tokens)
+        now, done = time.time(), (self.steps, self._state.tokens + sum(model.tokens for model in self._models.values()))
         (steps, began, tokens), self._logged = self._logged, (done[0], now, done[1])
         each, engine = max(1, done[0] - steps), next(iter(self._models.values())).engine
         metrics_of_step = {"seconds": (now - began) / each, "tokens": (done[1] - tokens) // each, "epoch": self._epoch}

@@ -22,6 +22,7 @@ from drumline.core.urls import is_url
 from drumline.data import prepare as data_prepare
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples
+from drumline.dist.seeds import Draws
 from drumline.errors import CheckpointError, EnvironmentFault, ModelError, PlanError
 from drumline.foreign import disk_errors, require_package
 from drumline.hardware.cluster import Cluster
@@ -204,8 +205,8 @@ def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
         raise PlanError(what, where="checkpoint.every", fix="give a number of steps")
     find_builder(config.model, base)
     config.algorithm.build_in(base)
-    samples = read_samples(config.data.train, base)
-    held_out = {name: len(read_samples(sources, base)) for name, sources in config.data.eval_sets.items()}
+    samples = read_samples(config.data.train, base, Draws(0).used)
+    held_out = {name: len(read_samples(sources, base, Draws(0).used)) for name, sources in config.data.eval_sets.items()}
     data = DataPlan(
         train_cache="train",
         eval_caches={name: f"eval/{name}" for name in held_out},

@@ -23,7 +23,7 @@ from drumline.data.make import Task
 from drumline.data.samples import read_samples
 from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder, MixedOrder, Order
 from drumline.dist.reduce import add_up
-from drumline.dist.seeds import derive
+from drumline.dist.seeds import Draws, derive
 from drumline.models.load import load_config
 from drumline.models.vision import vision_of
 from drumline.parallel.engine import Engine, Read
@@ -52,7 +52,7 @@ def open_samples(plan: Plan, folder: str) -> Any:
     if not plan.config.plain:
         return TokenCache.open(Path(folder))
     data, (section, _, name) = plan.config.data, folder.partition("/")
-    return read_samples(data.train if section == "train" else data.eval_sets[name], Path(plan.base_dir))
+    return read_samples(data.train if section == "train" else data.eval_sets[name], Path(plan.base_dir), Draws(0).used)
 
 
 def order_of(plan: Plan, samples: int) -> Order:

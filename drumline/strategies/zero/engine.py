@@ -35,12 +35,12 @@ from drumline.models.adapters import borrowed
 from drumline.models.head import ForwardWithObjective, any_batch, split
 from drumline.models.packed import scales_of
 from drumline.models.scores import score_head
-from drumline.models.shards import Values, all_tensors, canonical_tensors
+from drumline.models.shards import Values, all_tensors, canonical_tensors, extra_states, set_extra_states
 from drumline.parallel.data_parallel import Spread
 from drumline.parallel.engine import DeviceSums, added
 from drumline.parallel.native import LOW_PRECISION, ForwardEngine, lowered, precise
 from drumline.parallel.optimizer import MakeOptimizer, make_state, new_optimizer
-from drumline.parallel.plain import Plain
+from drumline.parallel.plain import Plain, modes_kept
 from drumline.parallel.transforms import agree_on_statistics, apply_compile, apply_memory, apply_sync_batchnorm
 from drumline.strategies.zero.fill import InTurn, filled, part, require_slots
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
@@ -116,6 +116,8 @@ class DeepSpeedEngine(ForwardEngine):
     A checkpoint names each tensor on one rank, its owner: a parameter is gathered by itself, and only the owner keeps it.
     """
 
+    trains = True
+
     def __init__(self, plan: Plan, model: nn.Module, trainable: dict[str, nn.Parameter], engine: Any) -> None:
         super().__init__(plan, model, Spread(engine, inner=engine.module))
         self.autocast_dtype = None  # its weights lie in the type that they compute in
@@ -150,7 +152,7 @@ class DeepSpeedEngine(ForwardEngine):
         if self.rescales():
             self.zero.loss_scale = plan.config.precision.initial_scale
             self.zero.loss_scaler.raise_error_at_min_scale = False  # the loop stops a run that never comes right
-        engine.train()
+        self.is_whole = not self.sharded
 
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
         outs = []
@@ -164,6 +166,7 @@ class DeepSpeedEngine(ForwardEngine):
         return added(outs)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        self.statistics.note()
         self.engine.set_gradient_accumulation_boundary(last)
         return contextlib.nullcontext()
 
@@ -206,6 +209,7 @@ class DeepSpeedEngine(ForwardEngine):
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         """DeepSpeed decides on the host what a step does, so both scalars are read at once."""
+        self.statistics.settle(finite)
         if finite:
             return self._step(lr, float(grad_norm))
         self.divisor = 1.0
@@ -244,7 +248,7 @@ class DeepSpeedEngine(ForwardEngine):
             # DeepSpeed's optimizers make their state in the first step: take one of zero gradients at rate zero, which does not count.
             steps = self.engine.global_steps
             make_state(self.optimizer, self._first_step)
-            self.steps, self.engine.global_steps = 0, steps
+            self.steps, self.engine.global_steps, self.statistics.before = 0, steps, None
             self._set_steps(0)
         agree_on_statistics(self.batch_norms)
         named = {n: tensor for n, tensor in canonical_tensors(self.model).items() if n.removeprefix("model.") not in self.named}
@@ -259,13 +263,15 @@ class DeepSpeedEngine(ForwardEngine):
         return named
 
     def state(self) -> dict[str, Any]:
+        kept = {"modules": extra_states(self.model)}
         if not self.rescales():
-            return {}
+            return kept
         scaler = self.zero.loss_scaler
         # In the form of LossScale, for the other engines.
-        return {"scaler": {"scale": float(self.zero.loss_scale), "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}}
+        return kept | {"scaler": {"scale": float(self.zero.loss_scale), "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}}
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        set_extra_states(self.model, state.get("modules", {}))
         for name, parameter in self.named.items():
             with self._whole(parameter, modifier_rank=0):  # written on all ranks alike
                 for key, slot in self._keys(name):
@@ -308,16 +314,16 @@ class DeepSpeedEngine(ForwardEngine):
         return [(f"model.{name}", None), *((f"optim.{name}.{slot}", slot) for slot in self.slots)]
 
     def _first_step(self) -> None:
-        self.engine.eval()  # no statistics are taken of it
-        if isinstance(self.engine.module, Plain):  # what it takes is not known
-            trainable = [*self.named.values()]
-            with deepspeed.zero.GatheredParameters(trainable) if self.sharded else contextlib.nullcontext():
-                touched = torch.stack([parameter.sum() for parameter in trainable]).sum()
-                self.forward_backward([None], lambda *_: SimpleNamespace(loss_sum=touched * 0, sums={}), 1.0)
-        else:
-            batch = any_batch(self.model, self.engine.device, self.image_side)
-            self.forward_backward([batch], lambda out, _: SimpleNamespace(loss_sum=out.touched() * 0, sums={}), 1.0)
-        self.engine.train()
+        with modes_kept(self.engine):
+            self.engine.eval()  # no statistics are taken of it
+            if isinstance(self.engine.module, Plain):  # what it takes is not known
+                trainable = [*self.named.values()]
+                with deepspeed.zero.GatheredParameters(trainable) if self.sharded else contextlib.nullcontext():
+                    touched = torch.stack([parameter.sum() for parameter in trainable]).sum()
+                    self.forward_backward([None], lambda *_: SimpleNamespace(loss_sum=touched * 0, sums={}), 1.0)
+            else:
+                batch = any_batch(self.model, self.engine.device, self.image_side)
+                self.forward_backward([batch], lambda out, _: SimpleNamespace(loss_sum=out.touched() * 0, sums={}), 1.0)
         self.grad_norm()
         self._step(0.0, 0.0)
 
