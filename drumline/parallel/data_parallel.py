@@ -72,7 +72,7 @@ class Replicated(Spread):
         self.ddp, self.compressor = module, compressor
         self.records_graph = module.static_graph
         self.by_hand = BucketedAllReduce(module.module, module.process_group)
-        self.called = self.averaged = self.said = False  # since the last backward; by the last backward; in the log
+        self.called = self.averaged = self.reported = False  # since the last backward; by the last backward; in the log
         module.register_forward_pre_hook(self._note_call)
 
     def _note_call(self, *_: object) -> None:
@@ -98,9 +98,9 @@ class Replicated(Spread):
             self.compressor.step += 1
 
     def _average(self) -> None:
-        if not self.said:
+        if not self.reported:
             logger.warning("the last backward of a step follows no call of the model: gradients are averaged after it, not during it")
-        self.said = True
+        self.reported = True
         self.by_hand.average()
 
     def _gradients(self) -> dict[str, tuple[int, int] | None]:
