@@ -33,7 +33,7 @@ from drumline.core.resolve import batch_norm_why
 from drumline.core.signals import StopFlag
 from drumline.data.samples import global_batches, held_out
 from drumline.dist.reduce import Gather
-from drumline.dist.seeds import derive, deterministic, seed_step
+from drumline.dist.seeds import Draws, derive, deterministic, seed_step
 from drumline.dist.start import Ranks, gpu, start, stop
 from drumline.errors import DataError, EnvironmentFault, Preempted, TrainingStopped, UserError
 from drumline.launchers.environment import die_with_launchers
@@ -223,8 +223,8 @@ class Session:
         seed = derive(config.run.seed, "order") if shuffle else None
         rank = self.plan.mesh.data_rank(self.ranks.rank)
         passes = None if steps is not None else epochs
-        draws, began = derive(config.run.seed, "rows"), self.position
-        rows = iter(global_batches(dataset, batch, rank, began, passes, seed, draws))
+        drawn, began = Draws(derive(config.run.seed, "rows")).used, self.position
+        rows = iter(global_batches(dataset, batch, rank, began, passes, seed, drawn))
         while steps is None or self.steps < steps:
             seed_step(config.run.seed, self.steps, *self.plan.mesh.stream(self.ranks.rank))
             micro_batches = next(rows, None)
@@ -326,8 +326,8 @@ class Session:
         with ExitStack() as states:
             for model in self._models.values():
                 states.enter_context(model.engine.evaluating())
-            draws = derive(self.plan.config.run.seed, "held out")
-            for samples, counts in held_out(dataset, micro_batch or self.plan.batch.eval_micro_batch, rank, ranks, draws):
+            drawn = Draws(derive(self.plan.config.run.seed, "held out")).used
+            for samples, counts in held_out(dataset, micro_batch or self.plan.batch.eval_micro_batch, rank, ranks, drawn):
                 batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), collate(samples))
                 loss_sum, weight, *more = own.measured(measure(batch))
                 for name, value in {"loss": loss_sum, "weight": weight, **(more[0] if more else {})}.items():

@@ -1,0 +1,308 @@
+"""`drumline.session` with models, optimizers and datasets of every sort: what is kept, what is the same on all ranks, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from drumline.core.strategy import CopyOptions
+from drumline.data.samples import global_batches, held_out, read_samples
+from drumline.dist.seeds import Draws
+from drumline.errors import ModelError, PlanError, Preempted, UserError
+from drumline.parallel.data_parallel import Replicated
+from drumline.parallel.transforms import apply_ddp
+from tests.checkpoint_ranks import run
+from tests.harness import events
+from tests.unit.test_session import BATCH, ROWS, build, collate, loss_of, session, sgd, stepped
+
+
+class Shuffled(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        rows = list(range(12))
+        random.shuffle(rows)
+        return (row for row in rows if torch.rand(()) >= 0)
+
+
+def loader() -> Any:
+    return torch.utils.data.DataLoader([*range(12)], batch_size=None, shuffle=True)
+
+
+@pytest.mark.parametrize("make", [Shuffled, loader])
+def test_what_a_dataset_draws_is_the_same_on_all_ranks_and_after_a_resume(make: Callable[[], Any]) -> None:
+    def taken(rank: int, position: int = 0, seed: int = 7) -> list[list[int]]:
+        random.seed(rank)
+        torch.manual_seed(rank)
+        found = []
+        for rows in global_batches(make(), BATCH, rank, position, 2, None, Draws(seed).used):
+            found.append([int(row) for part in rows for row in part])
+            random.seed(rank)  # as a step of the rank's own does
+            torch.manual_seed(rank)
+        return found
+
+    first, second = taken(0), taken(1)
+    passes = [sorted(row for rows in (*first[at : at + 3], *second[at : at + 3]) for row in rows) for at in (0, 3)]
+    assert passes == [[*range(12)]] * 2 and first[:3] != first[3:] and first != taken(0, seed=8)
+    assert taken(0, position=8) == first[2:]
+    evaluated = [[row for rows, counts in held_out(make(), 3, rank, 2, Draws(7).used) if counts for row in rows] for rank in range(2)]
+    assert sorted(map(int, evaluated[0] + evaluated[1])) == [*range(12)]
+
+
+def test_evaluation_draws_from_a_stream_of_its_own() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(())
+    torch.manual_seed(3)
+    list(held_out(Shuffled(), 3, 0, 1, Draws(7).used))
+    assert torch.rand(()) == expected
+
+
+def test_samples_that_are_kept_are_the_same_in_each_process(tmp_path: Path) -> None:
+    class Given:
+        limit, label = None, "mine"
+
+        def rows(self, _: Path) -> Any:
+            return iter(Shuffled())
+
+    def kept(seed: int) -> list[int]:
+        random.seed(seed)
+        return [*read_samples([Given()], tmp_path, Draws(0).used)]  # type: ignore[list-item]
+
+    assert kept(1) == kept(2)
+
+
+class Net(nn.Module):
+    """A batch norm that is frozen, a number, and a method beside forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.scale = nn.Linear(2, 1), nn.BatchNorm1d(1), 1.0
+        self.norm.eval()
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.norm(self.embed(inputs)) * self.scale
+
+    def embed(self, inputs: torch.Tensor) -> Any:
+        return self.layer(inputs)
+
+
+def test_modules_stay_in_their_mode(tmp_path: Path) -> None:
+    with session(tmp_path) as s:
+        model, _ = s.prepare(Net, sgd)
+        assert model.training and not model.norm.training
+        s.evaluate(ROWS, collate, partial(loss_of, model))
+        assert model.training and model.layer.training and not model.norm.training
+    with session(tmp_path / "whole") as s:
+        model, _ = s.prepare(lambda: Net().eval(), sgd)
+        assert model.training and model.norm.training, "a model that is in eval mode as a whole is trained"
+
+
+def test_a_model_is_read_set_and_copied_as_the_module_is(tmp_path: Path) -> None:
+    with session(tmp_path) as s:
+        model, _ = s.prepare(Net, sgd)
+        model.scale = 0.0
+        assert model.module.scale == 0 and not model(torch.ones(2, 2)).any()
+        del model.scale
+        assert not hasattr(model, "scale") and not hasattr(model, "__array__") and model
+        with pytest.raises(UserError, match="layer has weights, and the model is spread already"):
+            model.layer = nn.Linear(2, 1)
+        other = copy.deepcopy(model)
+        assert type(other) is Net and torch.equal(other.layer.weight, model.layer.weight) and other.layer is not model.layer
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        averaged.update_parameters(model)
+        assert torch.equal(averaged.module.layer.weight, model.layer.weight)
+    with session(tmp_path / "list") as s:
+        model, _ = s.prepare(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), sgd)
+        assert len(model) == 2 and model[1] is model.module[1] and [*model] == [*model.module]
+
+
+def test_a_part_is_not_copied(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="make it a second model of prepare"), session(tmp_path, "fsdp2") as s:
+        copy.deepcopy(s.prepare(build, sgd)[0])
+
+
+def test_what_is_not_the_model_s_is_not_stepped(tmp_path: Path) -> None:
+    centres = nn.Parameter(torch.zeros(3))
+    with pytest.raises(UserError, match="steps 1 parameters that are not the model's"), session(tmp_path) as s:
+        s.prepare(build, lambda model: torch.optim.SGD([*model.parameters(), centres], lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"), [({"max_grad_norm": -1}, "above 0"), ({"max_grad_norm": 0}, "above 0"), ({"lr": -1}, "lr is -1")]
+)
+def test_steps_that_would_train_uphill_or_not_at_all(tmp_path: Path, options: dict[str, float], what: str) -> None:
+    with pytest.raises(UserError, match=what), session(tmp_path) as s:
+        s.prepare(build, sgd)
+        s.step(**options)
+
+
+@pytest.mark.parametrize("name", ["loss", "weight"])
+def test_sums_of_measure_take_no_sum_s_place(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=f"a sum of the name '{name}'"), session(tmp_path) as s:
+        model, _ = s.prepare(build, sgd)
+        s.evaluate(ROWS, collate, lambda batch: (*loss_of(model, batch), {name: torch.ones(())}))
+
+
+class Counting(torch.optim.Optimizer):
+    """Its constructor takes more than its defaults; it keeps a number of each parameter, on which its rate hangs."""
+
+    def __init__(self, parameters: Any, options: dict[str, float], kept: Any = None) -> None:
+        super().__init__(parameters, {"lr": options["lr"]})
+        self.decay, self.kept = options["decay"], kept
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("kept", self.kept)
+                state["n"] = state.get("n", 0) + 1
+                parameter.add_(parameter.grad, alpha=-group["lr"] * self.decay ** state["n"])
+
+
+class Remembering(nn.Linear):
+    calls = 0
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(inputs) / self.calls
+
+
+def test_numbers_of_optimizers_and_states_of_modules_are_saved(tmp_path: Path) -> None:
+    def train(folder: Path, steps: int, **options: Any) -> list[float]:
+        with session(folder, **options) as s:
+            make = lambda model: Counting(model.parameters(), {"lr": 0.1, "decay": 0.5})  # noqa: E731
+            model, optimizer = s.prepare(lambda: Remembering(2, 1), make)
+            for batch in s.batches(ROWS, collate, steps=steps):
+                s.backward(*loss_of(model, batch))
+                s.step()
+            assert [state["n"] for state in optimizer.state.values()] == [steps] * 2 and model.calls == steps
+            return [float(value) for value in model.weight[0]]
+
+    whole = train(tmp_path / "whole", 4)
+    train(tmp_path / "parts", 2)
+    assert train(tmp_path / "parts", 4, resume=True) == whole
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda model: Counting(model.parameters(), {"lr": 0.1, "decay": 0.5}, kept=[]), r"keeps a list of each parameter \(kept\)"),
+        (lambda model: torch.optim.SparseAdam(model.parameters()), "SparseAdam does not step a matrix by itself"),
+    ],
+    ids=["list", "sparse"],
+)
+def test_optimizers_that_no_checkpoint_has(tmp_path: Path, make: Any, what: str) -> None:
+    with pytest.raises(PlanError, match=what), session(tmp_path) as s:
+        s.prepare(build, make)
+
+
+def test_a_state_that_no_checkpoint_has(tmp_path: Path) -> None:
+    class Keeps(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return torch.zeros(1)
+
+    with pytest.raises(ModelError, match="get_extra_state of it gives what JSON does not have"), session(tmp_path) as s:
+        s.prepare(lambda: Keeps(2, 1), sgd)
+
+
+@pytest.mark.parametrize("strategy", ["single", pytest.param("zero1", marks=pytest.mark.slow)])
+def test_statistics_of_a_step_that_is_none_are_put_back(tmp_path: Path, strategy: str) -> None:
+    rows = [(x * float("nan") if i == 5 else x, y) for i, (x, y) in enumerate(ROWS)]
+    make = lambda model: torch.optim.AdamW(model.parameters(), lr=0.1)  # noqa: E731
+    with session(tmp_path, strategy, on_nan="skip") as s:
+        model, _ = s.prepare(lambda: nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)), make)
+        means = []
+        for batch in s.batches(rows, collate, steps=2, shuffle=False):
+            s.backward(*loss_of(model, batch))
+            s.step()
+            means.append(model.module[0].running_mean.clone())
+        assert means[0].any() and torch.equal(*means) and model.module[0].num_batches_tracked == 1
+
+
+def gradients(kind: str) -> tuple[list[float], list[float]]:
+    """(as two ranks average them, the mean of what each has by itself) of two micro-batches."""
+    torch.manual_seed(0)
+    module = Net()
+    alone = copy.deepcopy(module)
+    group = dist.group.WORLD
+    assert group is not None
+    spread = Replicated(apply_ddp(module, CopyOptions(), group))
+
+    def back(call: Any, embed: Any, inputs: torch.Tensor, last: bool) -> None:
+        if kind == "twice":
+            one, other = call(inputs), call(inputs * 2)
+            one.sum().backward()
+            spread.went_back()
+            other.square().sum().backward()
+        elif kind != "none" or not last:
+            out = embed(inputs) if kind == "method" else call(inputs)
+            out.square().sum().backward()
+        spread.went_back()
+
+    for index in range(2):
+        inputs = torch.arange(6.0).view(3, 2) + 10 * dist.get_rank() + index
+        with spread.micro_batch(last=index == 1):
+            back(spread.module, module.embed, inputs, index == 1)
+        back(alone, alone.embed, inputs, index == 1)
+    for parameter in alone.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+    found, expected = ([p.grad.flatten() for p in each.parameters() if p.grad is not None] for each in (module, alone))
+    return torch.cat(found).tolist(), torch.cat(expected).tolist()
+
+
+@pytest.mark.parametrize("kind", ["call", "method", "twice", "none"])
+def test_copies_average_whatever_a_loss_comes_from(kind: str) -> None:
+    (mine, expected), (other, _) = run(2, gradients, kind)
+    assert mine == other == pytest.approx(expected)
+
+
+def preempted(folder: Path) -> str:
+    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE="2", LOCAL_RANK=str(dist.get_rank()), LOCAL_WORLD_SIZE="2")
+    try:
+        with session(folder, "ddp", asynchronous=False) as s:
+            model, _ = s.prepare(build, sgd)
+            for batch in s.batches(ROWS, collate, epochs=9):
+                s.backward(*loss_of(model, batch))
+                if s.steps == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                s.step()
+                if s.is_first:
+                    assert s.losses and s.grad_norms
+                    s.log()
+    except Preempted as error:
+        return error.line()
+    return ""
+
+
+def test_one_rank_may_read_what_all_have_done(tmp_path: Path) -> None:
+    assert all("stopped and saved at step" in line for line in run(2, preempted, tmp_path))
+    assert len(events(tmp_path / "run", "save")) == 1
+
+
+def test_a_loss_that_is_not_finite_is_read_before_it_stops(tmp_path: Path) -> None:
+    with session(tmp_path, on_nan="skip") as s:
+        model = stepped(s)
+        for batch in s.batches(ROWS, collate, steps=2):
+            s.backward(loss_of(model, batch)[0] * float("nan"), 4)
+            s.step()
+            assert s.losses[""] != s.losses[""]
+            assert not events(tmp_path / "run", "nonfinite"), "the step is judged where all ranks come"
+    assert len(events(tmp_path / "run", "nonfinite")) == 1
