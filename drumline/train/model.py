@@ -45,7 +45,7 @@ class Model:
         return len(self.module)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.module)  # type: ignore[call-overload, no-any-return]
+        return iter(self.module)  # type: ignore[call-overload]
 
     def __bool__(self) -> bool:
         return True
