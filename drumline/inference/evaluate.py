@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -41,6 +41,7 @@ from drumline.launchers.local import launch
 from drumline.models.export import plan_of
 from drumline.report.bars import bars
 from drumline.report.progress import failed
+from drumline.rl.generate import Completion, positions
 from drumline.rl.rewards import Item, Rewards
 from drumline.telemetry.events import Eval, Event
 from drumline.train.setup import EVAL_RESULTS, Request, make_plan
@@ -198,13 +199,8 @@ def answers(config_path: Path, overrides: list[str], place: Path | None, number:
         raise UserError(f"it is for algorithm sft, and this is {plan.config.algorithm.kind}", where="--generate", fix=fix)
     began = time.time()
     model, base_dir = open_plan(plan, weights.checkpoint), Path(plan.base_dir)
-    questions = list(islice(_questions(plan, model, base_dir), number))
-    if not questions:
-        raise DataError("no held-out row has a prompt before its answer", where="data.eval", fix="leave --generate out")
-    # An answer is at most as long as data.max_length leaves room for.
-    room = max(1, plan.config.data.max_length - max(len(question.tokens) for question in questions))
-    greedy = HFGenerator(top_k=1, max_new_tokens=room, batch=TOGETHER)
-    texts, done = zip(*model.complete((question.tokens for question in questions), greedy, plan.config.run.seed), strict=True)
+    questions = with_room(islice(_questions(plan, model, base_dir), number), plan.config.data.max_length)
+    texts, done = zip(*completed(model, [question.tokens for question in questions], plan.config.data.max_length), strict=True)
     both = [*zip(texts, questions, strict=True)]
     metrics = {
         "exact": sum(text.strip() == question.answer.strip() for text, question in both) / len(both),
@@ -214,11 +210,49 @@ def answers(config_path: Path, overrides: list[str], place: Path | None, number:
     if all(question.meta for question in questions):
         with Rewards([TaskReward()], base_dir) as rewards:
             scored = rewards.score([Item("", text, 0, question.meta) for text, question in both])
-        metrics["verified"] = sum(s.value for s in scored) / len(scored)
+        known = [s.value for s in scored if not s.failures]
+        metrics |= {"verified": sum(known) / len(known) if known else 0.0, "reward_failed": 1 - len(known) / len(scored)}
     show(f"{weights.origin} on {len(both)} held-out prompts, answered greedily", metrics)
     shown = [{"answer": text, "right": question.answer} for text, question in both[:SHOWN]]
     write(run_dir, "generated", {"weights": weights.origin, "seconds": time.time() - began, "metrics": metrics, "answers": shown})
     return 0
+
+
+def with_room(asked: Iterable[Question], max_length: int) -> list[Question]:
+    """Those that leave room for an answer; how many do not is noted. Raises DataError where none does."""
+    questions = list(asked)
+    if not questions:
+        raise DataError("no held-out row has a prompt before its answer", where="data.eval", fix="leave --generate out")
+    kept = [question for question in questions if len(question.tokens) < max_length]
+    lost = f"{len(questions) - len(kept)} of {len(questions)} held-out prompts"
+    what = f"{lost} leave no room for an answer within data.max_length {max_length}"
+    if not kept:
+        raise DataError(what, where="data.eval", fix="raise data.max_length")
+    if len(kept) < len(questions):
+        Console(stderr=True).print(f"note: {what}: they are passed over", highlight=False, soft_wrap=True)
+    return kept
+
+
+def completed(model: Model, prompts: list[list[int]], max_length: int) -> list[tuple[str, Completion]]:
+    """The greedy answer to each prompt, in order, at most as long as `max_length` leaves room for. One that is cut there has not ended.
+
+    Prompts with like rooms are answered together, by the largest of these: no row may pass the model's positions."""
+    rooms = [max_length - len(prompt) for prompt in prompts]
+    spare = max(0, (positions(model.module) or 2 * max_length) - max_length)
+    groups, done = list[list[int]](), dict[int, tuple[str, Completion]]()
+    for index in sorted(range(len(prompts)), key=rooms.__getitem__):
+        least = rooms[groups[-1][0]] if groups else 0
+        if rooms[index] > min(2 * least, least + spare):
+            groups.append([])
+        groups[-1].append(index)
+    for group in groups:
+        greedy = HFGenerator(top_k=1, max_new_tokens=rooms[group[-1]], batch=TOGETHER)
+        for index, (text, answer) in zip(group, model.complete((prompts[index] for index in group), greedy, 0), strict=True):
+            if len(answer.tokens) > rooms[index]:
+                answer = Completion(answer.tokens[: rooms[index]], answer.log_probs[: rooms[index]], False)
+                text = model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            done[index] = text, answer
+    return [done[index] for index in range(len(prompts))]
 
 
 def _questions(plan: Plan, model: Model, base_dir: Path) -> Iterator[Question]:
