@@ -295,13 +295,14 @@ def _trackio(run: Run) -> Tracker:
     trackio, own = importlib.import_module("trackio"), run.options
     about: dict[str, Any] = {"group": own.group, "resume": "must" if run.known else "never"}
     config = run.config | {key: value for key, value in (("tags", list(own.tags)), ("notes", own.notes)) if value}
-    trackio.init(project=own.project or "drumline", name=run.known or run.name, config=config, **about)
+    began = trackio.init(project=own.project or "drumline", name=run.known or run.name, config=config, **about)
 
     def show(samples: list[dict[str, Any]], step: int) -> None:
         table = importlib.import_module("pandas").DataFrame([{name: sample[name] for name in SHOWN} for sample in samples])
         trackio.log({"samples": trackio.Table(dataframe=table)}, step=step)
 
-    return Tracker(run.known or run.name, lambda _, numbers, step: trackio.log(numbers, step=step), trackio.finish, show=show)
+    # Where the store has a run of that name, trackio makes up another one.
+    return Tracker(str(began.name), lambda _, numbers, step: trackio.log(numbers, step=step), trackio.finish, show=show)
 
 
 def _swanlab(run: Run) -> Tracker:

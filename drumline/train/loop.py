@@ -175,6 +175,7 @@ class Loop:
         with self.goodput.spend("restore"):
             self.stream = self.rewind()
         self.saver.saved_step, self.metric, self.landed, self.checkpointable = self.state.step, None, time.time(), True
+        self.weights.agreed = self.state.step  # and not on the weights after it, which are made again
 
     def _train_step(self, batch: GlobalBatch, data_s: float) -> None:
         """Compute a step, and read the numbers of the one before, which have come to the host by now. Its own are waited for where it is

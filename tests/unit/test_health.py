@@ -103,6 +103,18 @@ def test_a_spike_goes_back_to_the_checkpoint_and_passes_over_the_batch(tmp_path:
     assert built.goodput.seconds["recompute"] > 0
 
 
+def test_weights_that_are_made_again_are_compared_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+
+    def checksum(engine: FakeEngine) -> torch.Tensor:
+        compared.append(engine.calls)
+        return torch.zeros((), dtype=torch.int64)
+
+    monkeypatch.setattr("drumline.train.health.checksum", checksum)
+    run(tmp_path, "rollback", checkpoint={"every": 8}, run={"log_every": 1}, health={"check_weights_every": 6})
+    assert compared.count(30) == 2, "the spike at 31 had the run go back to 24"
+
+
 def test_without_a_checkpoint_the_spike_is_skipped(tmp_path: Path) -> None:
     _, engine, said = run(tmp_path, "rollback")
     assert [e["policy"] for e in of(said, "spike")] == ["skip"] and float(engine.weight) == pytest.approx(trained(STEPS - 1))

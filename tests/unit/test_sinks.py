@@ -188,6 +188,34 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.path for each in client.list_artifacts(identity, "samples")] == ["samples/step-00000002.json"]
 
 
+# trackio's rules for names.
+TRACKIO = """from types import SimpleNamespace
+runs = {}
+def init(project, name, config, group, resume):
+    global now
+    assert resume == "never" or name in runs
+    now = f"made-up-{len(runs)}" if resume == "never" and name in runs else name
+    runs.setdefault(now, [])
+    return SimpleNamespace(name=now)
+def log(numbers, step): runs[now].append(step)
+def finish(): pass
+"""
+
+
+def test_a_run_keeps_the_name_that_trackio_gave_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trackio.py").write_text(TRACKIO)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    for name in ("one", "other", "other"):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (sink,) = open_sinks(["trackio"], folder, CONFIG, "run")
+        sink.event(Event.of(step(1)))
+    runs = sys.modules.pop("trackio").runs
+    assert json.loads((tmp_path / "other/trackers.json").read_text()) == {"trackio": "made-up-1"}
+    assert runs == {"run": [1], "made-up-1": [1, 1]}
+
+
 @pytest.mark.full
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
@@ -195,4 +223,6 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert two_attempts("trackio", tmp_path) == "first"
     (store,) = (tmp_path / "store").glob("*.db")
     written = store.read_bytes()
+    (tmp_path / "other").mkdir()
+    assert two_attempts("trackio", tmp_path / "other") != "first", "the name is taken"
     assert "my" in store.name and all(word in written for word in (b"train/loss", b"Nobody.", b"all", b"why"))
