@@ -39,7 +39,8 @@ OWN_LIMIT = {"startup": "startup", "compile": "startup", "save": "save", "report
 LEARNING = ("save", "eval", "rollout")
 FLOOR = 4.0
 FIRST_STEPS = 2  # of a process: caches are cold, kernels are compiled, allocators grow
-# Words of 8 bytes. A store of one is never torn. GRANTED: seconds that this part of the phase may take, whatever was learned.
+# Words of 8 bytes. A store of one is never torn. GRANTED: seconds that this part of the phase may take, whatever was learned; at most its
+# own limit, or that of start-up.
 PID, COUNT, SINCE, PHASE, STEP, POSITION, FREE, REQUEST, REPLY, GRANTED = range(10)
 LIMIT, LEARNED = 10, 10 + len(LIMITS)  # seconds: those of `health`, and the longest of each phase so far
 SLOT = LEARNED + len(PHASES)
@@ -80,12 +81,12 @@ class Board:
         key = OWN_LIMIT.get(PHASES[phase])
         learned = max(self.float_(other, LEARNED + phase) for other in places)
         hang = self.float_(place, LIMIT + LIMITS.index("hang"))
+        most, granted = self.float_(place, LIMIT + LIMITS.index(key or "startup")), self.float_(place, GRANTED)
         if key is None and learned and not self.int_(place, FREE):
-            return max(hang, TIMES * learned)
-        most = self.float_(place, LIMIT + LIMITS.index(key or "startup"))
+            return max(hang, TIMES * learned, min(most, granted))
         if PHASES[phase] not in LEARNING or not learned:
             return most
-        return min(most, max(FLOOR * hang, TIMES * learned, self.float_(place, GRANTED)))
+        return min(most, max(FLOOR * hang, TIMES * learned, granted))
 
 
 def new_board(ranks: int) -> Board | None:
@@ -165,6 +166,13 @@ class Heart:
         floats[at + SINCE] = now
         ints[at + COUNT] += 1
 
+    def waits(self, moved: bool, granted: float) -> None:
+        if PHASES[self.ints[self.at + PHASE]] not in ("startup", "data"):
+            return  # the rank has something else to do meanwhile, which may hang
+        if moved:
+            self.alive()
+        self.floats[self.at + GRANTED] = granted
+
     def step(self, step: int, position: int, free: bool) -> None:
         self.steps += 1
         self.ints[self.at + FREE] = int(free or self.steps <= FIRST_STEPS)
@@ -232,6 +240,13 @@ def alive(granted: float = 0.0) -> None:
     and is not learned from."""
     if _heart is not None:
         _heart.alive(granted)
+
+
+def waits(moved: bool, granted: float) -> None:
+    """A thread of this rank waits for data. Where the rank does nothing else it is alive while what it waits for `moved`, and may wait for
+    `granted` seconds from then on."""
+    if _heart is not None:
+        _heart.waits(moved, granted)
 
 
 def seconds() -> dict[str, float | None]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import re
 import shutil
 import time
@@ -31,6 +32,7 @@ from drumline.core import heartbeat
 from drumline.core.files import write_whole
 from drumline.core.mixing import Mixed, StreamConfig, epoch_counts
 from drumline.data.cache import Segment, TokenCache, read_info, temporary_folder, verify
+from drumline.data.filters import RawRows
 from drumline.data.make import Task, finish, job_of, require_rows, rows_of, token_type
 from drumline.data.sources import Row, describe
 from drumline.data.stage import TRAIN, Ints, Stage
@@ -38,10 +40,11 @@ from drumline.data.stream import GlobalOrder, interleaved, mix, places_before
 from drumline.data.workers import encode_all
 from drumline.errors import DataError, EnvironmentFault
 
-LEDGER = "stream.json"
+LEDGER, PULSE = "stream.json", "pulse"
 _CYCLE = 10**6  # places that weights are rounded to
 _ROWS = 4096  # places that are dealt at once
 _POLL_SECONDS = 0.05
+_ROW_SECONDS = 60.0  # a source that has begun may take this long for a row, whatever ranks wait for
 
 
 def read_ledger(root: Path) -> dict[str, Any]:
@@ -61,6 +64,7 @@ class Maker:
         self.root, self.stopped = task.folder, False
         self._notes = Stage(self.root, np.dtype(np.uint16))
         self._rows, self._next = iter(list[Row]()), -1
+        self._came, self._reads = 0, False  # rows so far; waiting for one of a source that has given some
 
     def make(self, number: int) -> None:
         """Make a block that is not there. Raises DataError and EnvironmentFault."""
@@ -108,8 +112,20 @@ class Maker:
     def _again(self, numbers: Sequence[int], skip: int) -> Iterator[Row]:
         """The rows of some sources, one after another, without the first ones; after the last source the first one again."""
         for number in cycle(numbers):
-            found = yield from rows_of(self.task, number, self.base_dir, self._notes, skip)
+            found = yield from rows_of(self.task, number, self.base_dir, self._notes, skip, self._seen)
             skip = max(0, skip - found)
+
+    def _seen(self, raw: RawRows) -> RawRows:
+        for each in raw:
+            self._came, self._reads = self._came + 1, False
+            yield each
+            self._reads = True
+        self._reads = False
+
+    def tell(self) -> None:
+        """How far it is, for all ranks that wait."""
+        with suppress(OSError):  # no room: what it makes has none either
+            (self.root / PULSE).write_text(f"{self._came} {'reads' * self._reads}")
 
 
 def block_of(root: Path, number: int) -> Path:
@@ -154,6 +170,7 @@ class Blocks:
         self._made: dict[int, Future[None]] = {}
         self._samples: dict[int, int] = {}
         self._threads = ThreadPoolExecutor(1, "drumline-blocks") if maker else None
+        self._told = ""
 
     def close(self) -> None:
         """End the thread, and what waits for a block. May be called twice."""
@@ -243,8 +260,18 @@ class Blocks:
             if (made := self._made.get(number)) is not None and made.done():
                 made.result()
                 del self._made[number]
-            heartbeat.alive()
+            self._beat()
             time.sleep(_POLL_SECONDS)
+
+    def _beat(self) -> None:
+        """Whoever waits is alive while rows come. What is opened, tokenised or packed may take as long as a start."""
+        if self.maker is not None:
+            self.maker.tell()
+        told = ""
+        with suppress(OSError):
+            told = (self.root / PULSE).read_text()
+        heartbeat.waits(told != self._told, _ROW_SECONDS if told.endswith("reads") else math.inf)
+        self._told = told
 
     def _remove(self, first: int, number: int) -> None:
         """The blocks before `first`, and those that no rank reads soon."""

@@ -22,7 +22,7 @@ from drumline.data.filters import RawRows, where
 from drumline.data.images import count_images, join_metas
 from drumline.data.overlap import Evaluation, drop_copies, drop_near_copies
 from drumline.data.packing import cut, pack
-from drumline.data.sources import OPTIONAL, Row, describe, read_rows
+from drumline.data.sources import OPTIONAL, Keep, Row, describe, read_rows
 from drumline.data.stage import HELD_OUT, TRAIN, Ints, Stage
 from drumline.data.workers import Job, encode_all
 from drumline.errors import DataError
@@ -84,9 +84,12 @@ def make(task: Task, tokenizer_path: str, base_dir: Path, progress: Progress) ->
         progress("pack", rows, rows)
 
 
-def rows_of(task: Task, number: int, base_dir: Path, stage: Stage, skip: int = 0, faulty: bool = False) -> Generator[Row, None, int]:
+def rows_of(
+    task: Task, number: int, base_dir: Path, stage: Stage, skip: int = 0, faulty: bool = False, seen: Keep = iter
+) -> Generator[Row, None, int]:
     """The rows of a source that fulfil its conditions, without the first `skip`; what was left out, and the formats that were found, are
-    noted in `stage`. `faulty`: see `read_rows`. Returns how many there are. Raises DataError also where none has a mapped column."""
+    noted in `stage`. `faulty`: see `read_rows`. All of its raw rows go through `seen`. Returns how many there are. Raises DataError also
+    where none has a mapped column."""
     source, role, found, ties = task.sources[number], task.role, 0, Counter[str]()
     own = f"data.{role}.{task.eval_set or ''}".rstrip(".") + f"[{number}].where"
     mapped = {name for part in OPTIONAL if (name := getattr(source.columns, part))}
@@ -101,7 +104,8 @@ def rows_of(task: Task, number: int, base_dir: Path, stage: Stage, skip: int = 0
             yield place, (origin, values)
 
     def keep(raw: RawRows) -> RawRows:
-        return where(noted(raw) if mapped else raw, [(key, condition) for key, condition in conditions if condition is not None], dropped)
+        rows = seen(noted(raw) if mapped else raw)
+        return where(rows, [(key, condition) for key, condition in conditions if condition is not None], dropped)
 
     for found, row in enumerate(read_rows(source, base_dir, task.config.algorithm.forms, ties, number, keep, faulty), 1):
         if row.format:

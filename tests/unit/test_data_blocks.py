@@ -6,7 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from drumline.core import heartbeat
 from drumline.core.config import Config
+from drumline.core.heartbeat import LIMITS, Heart
 from drumline.core.plan import BatchPlan
 from drumline.data.batches import TokenBatch, collate
-from drumline.data.blocks import Blocks, Maker, hold, read_ledger
+from drumline.data.blocks import _POLL_SECONDS, Blocks, Maker, hold, read_ledger
 from drumline.data.make import Task
 from drumline.data.prepare import cached, prepare
 from drumline.data.stream import BatchStream
@@ -30,14 +34,15 @@ SIZE = 8
 class Streamed:
     """A stream of two files of 70 and 30 rows, `a n` and `b n`, two to one, in blocks of 16 rows."""
 
-    def __init__(self, base: Path, **data: Any) -> None:
+    def __init__(self, base: Path, source: str = "", **data: Any) -> None:
         self.base, self.tokenizer = base, tiny_tokenizer()
         self.tokenizer.save_pretrained(base / "tokenizer")
         train = []
         for name, rows, weight in (("a", 70, 2), ("b", 30, 1)):
             (base / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name} {n}", "n": n}) + "\n" for n in range(rows)))
             train.append({"kind": "file", "path": f"{name}.jsonl", "weight": weight})
-        self.config = Config.model_validate(self.keys(train, **data))
+        (base / "source.py").write_text(source)
+        self.config = Config.model_validate(self.keys(data.pop("train", train), **data))
         self.plan = prepare(self.config, str(base / "tokenizer"), base)
         self.root = Path(self.plan.train_cache)
         self.opened: list[Blocks] = []
@@ -130,6 +135,43 @@ def test_what_fails_while_a_block_is_made_reaches_the_reader(streamed: Streamed)
     (streamed.base / "b.jsonl").write_text('{"text": "b 0"}\n{"text": 5}\n')
     with pytest.raises(DataError, match=r"b.jsonl:2: row 2: column 'text' is int, not text"):
         streamed.blocks().ids(0, 64)
+
+
+STALLS = """import pathlib, time
+def rows():
+    for number in range(99):
+        while number == 70 and pathlib.Path(PLACE, "stall").exists():
+            time.sleep(0.01)
+        yield {"text": f"c {number}"}
+"""
+
+
+def test_a_source_that_stalls_is_no_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    board = heartbeat.new_board(1)
+    assert board is not None
+    heart = Heart(board, 0, {**dict.fromkeys(LIMITS, 5.0), "startup": 900.0})
+    made = Streamed(tmp_path, train=[{"kind": "python", "path": "source.py:rows"}], source=STALLS.replace("PLACE", repr(str(tmp_path))))
+    makes, waits = made.blocks(), made.blocks(makes=False)
+    assert makes.maker is not None
+    makes.ids(0, 16)
+    (tmp_path / "stall").touch()
+    monkeypatch.setattr(heartbeat, "_heart", heart)
+    heart.step(5, 0, free=False)
+    heart.beat("data")
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(blocks.ids, 0, 80) for blocks in (makes, waits)]
+        while (makes.maker._came, makes.maker._reads) != (70, True) and not any(each.done() for each in found):
+            time.sleep(0.01)
+        time.sleep(4 * _POLL_SECONDS)
+        counts = [heart.ints[heart.at + heartbeat.COUNT]]
+        time.sleep(4 * _POLL_SECONDS)
+        counts.append(heart.ints[heart.at + heartbeat.COUNT])
+        granted = heart.floats[heart.at + heartbeat.GRANTED]
+        (tmp_path / "stall").unlink()
+        assert [len(each.result()) for each in found] == [80, 80]
+    makes.close()
+    shutil.rmtree(board.folder)
+    assert counts[0] == counts[1] > 1 and granted == 60.0, "rows had come, and then none"
 
 
 def test_a_second_prepare_reads_no_row(streamed: Streamed) -> None:

@@ -209,6 +209,28 @@ def test_what_comes_between_steps_has_the_limit_of_health_until_it_was_over_once
     assert watch._limit(0) == 100.0
 
 
+def test_a_wait_for_rows_has_a_limit_of_its_own_where_a_rank_does_nothing_else(watch: Watch) -> None:
+    one, _ = hearts(watch)
+    assert late(watch, 0.0) is None
+    for step in range(4):
+        one.step(step, 2 * step, free=False)
+        one.beat("data")
+        one.beat("forward")
+    before = one.ints[one.at + heartbeat.COUNT]
+    one.waits(True, 60.0)
+    assert watch._limit(0) == 5.0 and one.ints[one.at + heartbeat.COUNT] == before, "a thread that fetches batches is not the rank"
+    one.beat("data")
+    one.waits(False, 60.0)
+    assert watch._limit(0) == 60.0 and one.ints[one.at + heartbeat.COUNT] == before + 1, "nothing came"
+    one.waits(True, float("inf"))
+    assert watch._limit(0) == one.floats[one.at + heartbeat.LIMIT + LIMITS.index("startup")]
+    assert one.ints[one.at + heartbeat.COUNT] == before + 2
+    one.floats[one.at + heartbeat.SINCE] -= 50.0
+    one.beat("forward")
+    one.beat("data")
+    assert watch._limit(0) == 5.0, "nothing is learned from it"
+
+
 def test_short_parts_of_an_evaluation_give_a_limit_that_is_not_short(watch: Watch) -> None:
     one, _ = hearts(watch)
     assert late(watch, 0.0) is None
