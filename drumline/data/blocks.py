@@ -112,7 +112,7 @@ class Maker:
     def _again(self, numbers: Sequence[int], skip: int) -> Iterator[Row]:
         """The rows of some sources, one after another, without the first ones; after the last source the first one again."""
         for number in cycle(numbers):
-            found = yield from rows_of(self.task, number, self.base_dir, self._notes, skip, self._seen)
+            found = yield from rows_of(self.task, number, self.base_dir, self._notes, skip, seen=self._seen)
             skip = max(0, skip - found)
 
     def _seen(self, raw: RawRows) -> RawRows:
