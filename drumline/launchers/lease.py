@@ -14,8 +14,8 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -203,22 +203,26 @@ def request_stop(run_dir: Path, token: str) -> None:
         write_whole(run_dir / STOP, token)
 
 
-def guard(run_dir: Path) -> None:
-    """End this rank when the run folder comes into other hands: its launcher may be suspended, and cannot end it."""
-    own: str | None = None
+@contextmanager
+def guarded(run_dir: Path) -> Iterator[None]:
+    """Within, this rank ends when the run folder comes into other hands: its launcher may be suspended, and cannot end it."""
+    own, ended = None, threading.Event()
     with suppress(OSError, EnvironmentFault):
         own = token_of(run_dir)
 
     def look() -> None:
-        while True:
-            time.sleep(RENEW_SECONDS)
+        while not ended.wait(RENEW_SECONDS):
             with suppress(OSError, EnvironmentFault):
-                if token_of(run_dir) not in (own, None):
+                if token_of(run_dir) not in (own, None) and not ended.is_set():
                     say(f"error: another launcher has taken {run_dir} over: this rank ends, its own may be suspended")
                     os._exit(1)
 
     if own is not None:  # else nobody looks after the folder, as in a trial
         threading.Thread(target=look, daemon=True, name="drumline-guard").start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def has_lease(token: str, run_dir: Path, seconds: float) -> bool:

@@ -24,7 +24,7 @@ from drumline.dist.start import Ranks, drawn, start, stop
 from drumline.errors import DrumlineError, EnvironmentFault, Preempted, TrainingStopped
 from drumline.launchers import watcher
 from drumline.launchers.environment import launched_by
-from drumline.launchers.lease import guard
+from drumline.launchers.lease import guarded
 from drumline.telemetry import flight
 from drumline.telemetry.events import Emit, Event, EventLog, Export, Number, RunEnd, RunStart, read
 from drumline.telemetry.measure import planned
@@ -48,9 +48,8 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
     """Join the process group, train, leave it, and export on rank 0. `listener` also gets each event of rank 0."""
     started = time.time()
     events_path = Path(plan.run_dir) / "events.jsonl"
-    with StopFlag() as stop_flag:
+    with StopFlag() as stop_flag, guarded(Path(plan.run_dir)):
         watch(plan)
-        guard(Path(plan.run_dir))
         ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds, plan.config.launch.interface)
         past = read(events_path)
         callbacks = Callbacks(plan.config.run.callbacks, Path(plan.base_dir), ranks.rank)

@@ -127,16 +127,18 @@ def test_what_is_no_lease_is_waited_for_and_taken_away(tmp_path: Path, text: byt
 
 
 GUARDED = "import sys, time; from pathlib import Path; from drumline.launchers import lease\nlease.RENEW_SECONDS = 0.05\n"
-GUARDED += "lease.guard(Path(sys.argv[1])); print('guarded', flush=True)\ntime.sleep(600)"
+GUARDED += "with lease.guarded(Path(sys.argv[2])):\n    time.sleep(0.1)\n"
+GUARDED += "with lease.guarded(Path(sys.argv[1])):\n    print('guarded', flush=True)\n    time.sleep(600)"
 
 
 def test_a_rank_ends_when_another_launcher_has_its_folder(tmp_path: Path) -> None:
     """Its own is suspended, and cannot end it."""
     write(tmp_path, token="mine")
-    with subprocess.Popen(
-        [sys.executable, "-c", GUARDED, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as rank:
+    before = write(tmp_path / "before", token="mine")  # of a run that the same process has ended
+    command = [sys.executable, "-c", GUARDED, str(tmp_path), str(before)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as rank:
         assert rank.stdout and rank.stderr and rank.stdout.readline() == "guarded\n"
+        write(before, token="another")
         (tmp_path / NAME).rename(tmp_path / "aside")
         time.sleep(0.3)
         assert rank.poll() is None, "a lease is away for a moment while it changes hands"
