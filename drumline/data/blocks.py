@@ -170,7 +170,7 @@ class Blocks:
         self._made: dict[int, Future[None]] = {}
         self._samples: dict[int, int] = {}
         self._threads = ThreadPoolExecutor(1, "drumline-blocks") if maker else None
-        self._told = ""
+        self._pulse = ""
 
     def close(self) -> None:
         """End the thread, and what waits for a block. May be called twice."""
@@ -267,11 +267,11 @@ class Blocks:
         """Whoever waits is alive while rows come. What is opened, tokenised or packed may take as long as a start."""
         if self.maker is not None:
             self.maker.tell()
-        told = ""
+        pulse = ""
         with suppress(OSError):
-            told = (self.root / PULSE).read_text()
-        heartbeat.waits(told != self._told, _ROW_SECONDS if told.endswith("reads") else math.inf)
-        self._told = told
+            pulse = (self.root / PULSE).read_text()
+        heartbeat.waits(pulse != self._pulse, _ROW_SECONDS if pulse.endswith("reads") else math.inf)
+        self._pulse = pulse
 
     def _remove(self, first: int, number: int) -> None:
         """The blocks before `first`, and those that no rank reads soon."""

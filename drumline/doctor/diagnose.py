@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import chain
@@ -21,7 +22,7 @@ from drumline.errors import UserError
 from drumline.foreign import open_plain, read_object
 from drumline.telemetry.events import Step, examined, read
 
-STDIN = "-"
+STDIN, EVENTS = "-", "events.jsonl"
 MOST_RANKS = 2**17
 PIECE = 2**22  # bytes that are searched at once
 SHOWN = 300  # characters of a line of evidence
@@ -32,9 +33,12 @@ WAITED, WAITED_SECONDS, WAITED_STEPS = 0.3, 0.05, 20
 _ATTEMPT, _RANK_FILE = re.compile(r"attempt[-_](\d+)"), re.compile(r"rank-(\d+)\.|/(\d+)/std(?:err|out)\.log$")
 # `[rank3]:`, `[default3]:` (torchrun), `[Rank 3]`, `[1,3]<stderr>:` (mpirun), `3: ` (srun -l)
 _RANK_LINE = re.compile(r"\[(?:rank|default|Rank )(\d+)\]|^\[\d+,(\d+)\]<std|^ ?(\d+): |\"rank\": (\d+),")
-_DATE = re.compile(r"(\d{4}-\d\d-\d\d)[T_ ](\d\d:\d\d:\d\d(?:[.,]\d{1,6})?)")
+_DATE = re.compile(r"(\d{4}-\d\d-\d\d)[T_ ](\d\d:\d\d:\d\d(?:[.,]\d{1,6})?)\d*(Z\b|[+-]\d\d:?\d\d\b)?")
 _GLOG = re.compile(r"\b[EWF](\d{1,2})(\d\d) (\d\d:\d\d:\d\d\.\d{1,6})")  # month and day, and no year
 _EVENT = re.compile(r'^\{"t": (\d+\.?\d*)')
+# Events with texts of strangers, which may speak of any fault.
+_TEXTS = re.compile(r'^(\{"t": [^,\n]*, "kind": "(?:samples|completions)").*', re.MULTILINE)
+_BEGINS = re.compile(rb'^\{"t": [^,]*, "kind": "(?:run_start|(fault)", "attempt": (\d+))')
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def diagnose(place: str) -> list[Finding]:
     files = sorted(_logs(path)) if path.is_dir() else [path]
     if not files:
         raise UserError("no log is there", where=place, fix="name a run folder, a log file, or - for standard input")
-    return ordered(chain(*map(_of_file, files), _slow_loader(path / "events.jsonl"), _damage(path)))
+    return ordered(chain(*(_of_file(each, path) for each in files), _slow_loader(path / EVENTS), _damage(path)))
 
 
 def advice(text: str) -> Finding | None:
@@ -118,20 +122,37 @@ def advice(text: str) -> Finding | None:
 
 def _logs(folder: Path) -> Iterator[Path]:
     for path in folder.rglob("*"):
-        named = path.suffix in LOGS or path.name == "events.jsonl"
+        named = path.suffix in LOGS or path.name == EVENTS
         if named and path.is_file() and not NO_LOGS & set(path.relative_to(folder).parts[:-1]):
             yield path
 
 
-def _of_file(path: Path) -> Iterator[Line]:
-    """What is in a file; a rank's lines without a time have that of its end."""
+def _of_file(path: Path, place: Path) -> Iterator[Line]:
+    """What is in a file below `place`, or in `place`; a rank's lines without a time have that of its end."""
     with open_plain(path, UserError) as file:
-        attempt, rank = (_ATTEMPT.search(str(path)), _RANK_FILE.search(str(path)))
+        rank, named = _RANK_FILE.search(str(path)), _ATTEMPT.findall(str(path.relative_to(place) if path != place else path))
+        attempt = _attempts(path) if path.name == EVENTS else lambda line: int(named[-1] if named else 0)
         number = next((int(group) for group in (rank.groups() if rank else ()) if group), None)
         for signature, names, where in search(file, str(path)):
-            here = where.attempt or int(attempt[1] if attempt else 0)
+            here = where.attempt or attempt(where.line)
             on = number if where.rank is None else where.rank
             yield signature, names, replace(where, attempt=here, rank=on, at=where.at or _end(path))
+
+
+def _attempts(events: Path) -> Callable[[int], int]:
+    """Line → attempt, of a file of events. A start may have failed before it wrote `run_start`: the fault after it says which it was."""
+    lines, attempts, begun = [0], [0], False
+    with open_plain(events, UserError) as file:
+        for number, line in enumerate(file, 1):
+            if (found := _BEGINS.match(line)) is None:
+                continue
+            if found[1]:
+                attempts[-1] = int(found[2])
+            if found[1] or begun:
+                lines.append(number + bool(found[1]))
+                attempts.append(attempts[-1] + 1)
+            begun = not found[1]
+    return lambda line: attempts[bisect_right(lines, line) - 1]
 
 
 def _end(log: Path) -> float | None:
@@ -174,12 +195,12 @@ def _pieces(file: BinaryIO) -> Iterator[str]:
 
 
 def _plain(text: bytes) -> str:
-    return re.sub(r"\x1b\[[0-9;]*m", "", text.decode(errors="replace").replace("\r\n", "\n").replace("\r", " "))
+    return _TEXTS.sub(r"\1}", re.sub(r"\x1b\[[0-9;]*m", "", text.decode(errors="replace").replace("\r\n", "\n").replace("\r", " ")))
 
 
 def _evidence(name: str, number: int, line: str) -> Evidence:
     rank = _RANK_LINE.search(line)
-    attempt = re.search(r'"kind": "fault".*"attempt": (\d+)', line)
+    attempt = re.search(r'"kind": "(?:fault|hang)".*"attempt": (\d+)', line)
     shown = redact(line.strip())
     return Evidence(
         name,
@@ -197,7 +218,7 @@ def moment(line: str) -> float | None:
         if event := _EVENT.search(line):
             return float(event[1])
         if date := _DATE.search(line):
-            return datetime.fromisoformat(f"{date[1]}T{date[2].replace(',', '.')}").timestamp()
+            return datetime.fromisoformat(f"{date[1]}T{date[2].replace(',', '.')}{date[3] or ''}").timestamp()
         if short := _GLOG.search(line):
             day = f"{datetime.now().year}-{int(short[1]):02}-{short[2]}"
             return datetime.fromisoformat(f"{day}T{short[3][:15]}").timestamp()
@@ -243,8 +264,9 @@ def _damage(run: Path) -> Iterator[Line]:
 
 def _own(text: str, path: Path, line: int, at: float | None = None) -> Iterator[Line]:
     """What the doctor itself has seen in a file."""
+    attempt = _attempts(path)(line) if path.name == EVENTS else 0
     for signature, names, _ in search(io.BytesIO(text.encode()), ""):
-        yield signature, names, Evidence(str(path), line, text, at=at)
+        yield signature, names, Evidence(str(path), line, text, attempt, at=at)
 
 
 def _slow_loader(events: Path) -> Iterator[Line]:

@@ -13,6 +13,9 @@ import yaml
 
 TABLE = Path(__file__).with_name("signatures.yaml")
 ANY = "any"
+# Of a rank's lines: `[rank3]:` or `[default3]:` (torch), `[1,3]<stderr>:` (mpirun), `3: ` (srun -l), `(Worker pid=7, ip=…) ` (Ray),
+# `trainer-1  | ` (Compose), a time (kubectl).
+LAUNCHER = r"(?:\[?rank\d+\]?:? ?|\[[^\]\n]*\](?:<\w+>)?:? ?| *\d+: |\(\w+ pid=[^)\n]*\) |\S+ +\| |\d{4}-\d\d-\d\dT\S+ )?"
 
 
 @dataclass(frozen=True)
@@ -47,5 +50,5 @@ def signatures() -> tuple[Signature, ...]:
 
 
 def _signature(name: str, kind: str, match: list[str], cause: str, mend: str, after: tuple[str, ...] = (), **rest: Any) -> Signature:
-    patterns = tuple(re.compile(pattern, re.MULTILINE) for pattern in match)
+    patterns = tuple(re.compile(pattern.replace("<launcher>", LAUNCHER), re.MULTILINE) for pattern in match)
     return Signature(name, kind, patterns, cause, mend, frozenset(after), **rest)

@@ -291,6 +291,7 @@ def spawn_main() -> str:
 
 
 FILES = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))\nkept = [open('/dev/null') for _ in range(32)]"
+DIES = "import faulthandler, os, signal\nfaulthandler.enable()\nos.kill(os.getpid(), signal.{})"
 NOBODY = "import os\nif os.getuid() == 0: os.setuid(65534)\nopen('/etc/shadow')"
 WEIGHT = {"weight": torch.ones(3, 2), "bias": torch.ones(3)}
 
@@ -327,6 +328,8 @@ PROVOKED: dict[str, Callable[[], str]] = {
     "missing-package": lambda: said(lambda: __import__("no_such_package")),
     "library-mismatch": lambda: said(lambda: ctypes.CDLL("libcudart.so.9.9")),
     "local-rank": local_rank,
+    "crashed": lambda: python(DIES.format("SIGSEGV")),
+    "aborted": lambda: python(DIES.format("SIGABRT")),
     "spawn-main": spawn_main,
     "loader-killed": lambda: said(lambda: next(iter(loader(Deadly([1]), 1)))),
     "loader-workers": lambda: warned(lambda: loader([1], 512)),

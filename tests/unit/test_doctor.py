@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import tracemalloc
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,8 @@ def test_times_of_many_programs() -> None:
     assert comma == point and comma is not None
     first, second = moment("[rank1]:[E626 06:24:44.903881913 P.cpp:616]"), moment("W0626 06:24:45.286000 84933 api.py:719]")
     assert first is not None and second is not None and 0 < second - first < 1
+    zones = [moment(f"2026-11-26{at} x") for at in ("T20:10:11.5Z", "T20:10:11.500000001+00:00", " 15:10:11,5-05:00", " 22:10:11.5+0200")]
+    assert zones == [datetime(2026, 11, 26, 20, 10, 11, 500000, UTC).timestamp()] * 4
     assert moment("step 3") is None and moment("[E1399 06:24:44.9 x]") is None
 
 
@@ -191,6 +194,8 @@ def test_a_sample_that_speaks_of_a_fault_is_none() -> None:
     retried = "('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))' thrown while requesting GET https://hub/x\n"
     assert found(retried) == []
     before = "Retrying (Retry(total=2)) after connection broken by 'ProtocolError(104, 'Connection reset by peer')': /api/models/x\n"
+    warned = "[W socket.cpp:601] [c10d] The client socket has failed to connect to [n1]:29500 (errno: 111 - Connection refused).\n"
+    assert found(warned) == []
     assert found(before) == [] and names(found(before + PEER)) == ["peer-closed"]
 
 

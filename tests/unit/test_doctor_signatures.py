@@ -19,6 +19,7 @@ RECORDED: dict[str, dict[str, str]] = yaml.safe_load((Path(__file__).parents[1] 
 HEALTHY: dict[str, dict[str, str]] = yaml.safe_load((Path(__file__).parents[1] / "fixtures/doctor/healthy.yaml").read_text())
 # Told by events of a run, and by a kernel that mounts: tests of their own.
 ELSEWHERE = {"slow-loader", "fp16-overflow", "hang", "weights-differ", "loss-spike", "straggler", "read-only", "record-damaged"}
+ELSEWHERE |= {"nan-skipped", "rank-failed"}
 
 
 def found(text: str) -> list[Finding]:
