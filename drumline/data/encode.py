@@ -21,6 +21,7 @@ from drumline.foreign import expanded
 
 Text = str | Messages
 SIDES = ("chosen", "rejected")
+OWN = "own columns"  # of a prompt's row, under names that its meta has for something else
 
 
 class RowEncoder(Protocol):
@@ -46,8 +47,9 @@ class TextRows:
 
 class PromptRows:
     """Encodes prompts of rollouts. A sample is one segment, the tokens before the completion. Its meta, for rewards: `prompt` (the text),
-    `domain`, and the row's other columns under their names. A prompt leaves room for max_new_tokens within data.max_length. A longer one is
-    dropped or cut at its start, by data.truncation, but never at its end, which has the question and the header of the answer."""
+    `domain` (of the source), and the row's other columns under their names, those of these two names under OWN. A prompt leaves room for
+    max_new_tokens within data.max_length. A longer one is dropped or cut at its start, by data.truncation, but never at its end, which has
+    the question and the header of the answer."""
 
     def __init__(self, tokenizer: Any, new: int, data: DataConfig) -> None:
         self.encoder, self.policy, self.new = Encoder(tokenizer, everything=False, data=data), data.truncation, new
@@ -63,7 +65,9 @@ class PromptRows:
         if size > self.room and self.policy != "left":
             what = f"the prompt has {size} tokens, and data.max_length less max_new_tokens {self.new} leaves {self.room}"
             raise DataError(what, where=row.origin, fix="raise data.max_length, or set data.truncation to drop or left")
-        meta = {**as_json(row.extra), "prompt": text, "domain": row.domain}
+        columns, ours = as_json(row.extra), {"prompt": text, "domain": row.domain}
+        own = {name: columns[name] for name in ours if columns.get(name) is not None}
+        meta = {**columns, **ours, **({OWN: own} if own else {})}
         return Encoded([_unlearned(ids[-self.room :])], meta, truncated=size > self.room)
 
 

@@ -13,6 +13,7 @@ from drumline.core.plan import DataIdentity, DataPlan, SourcePlan
 from drumline.core.rollouts import require_room
 from drumline.data.blocks import Maker, read_ledger
 from drumline.data.cache import TokenCache, left_out, read_info, verify
+from drumline.data.encode import OWN
 from drumline.data.fingerprint import cache_key, identify
 from drumline.data.make import Progress, Task, make
 from drumline.data.sources import domains
@@ -116,7 +117,7 @@ def prompt_domains(data: DataPlan | None, sources: list[Source]) -> set[str]:
 def prompt_columns(data: DataPlan) -> set[str]:
     """The columns that every prompt has for the rewards."""
     caches = [TokenCache.open(folder) for folder in (data.train_cache, *data.eval_caches.values())]
-    return set.intersection(*(set(cache.meta(sample)) for cache in caches for sample in range(len(cache))))
+    return set.intersection(*(set(cache.meta(sample)) for cache in caches for sample in range(len(cache)))) - {OWN}
 
 
 def _sources(config: Config, info: dict[str, Any]) -> tuple[SourcePlan, ...]:

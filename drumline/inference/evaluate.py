@@ -218,9 +218,9 @@ def answers(config_path: Path, overrides: list[str], place: Path | None, number:
     return 0
 
 
-def with_room(asked: Iterable[Question], max_length: int) -> list[Question]:
+def with_room(found: Iterable[Question], max_length: int) -> list[Question]:
     """Those that leave room for an answer; how many do not is noted. Raises DataError where none does."""
-    questions = list(asked)
+    questions = list(found)
     if not questions:
         raise DataError("no held-out row has a prompt before its answer", where="data.eval", fix="leave --generate out")
     kept = [question for question in questions if len(question.tokens) < max_length]

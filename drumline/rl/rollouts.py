@@ -25,6 +25,7 @@ from drumline.core.plan import Plan
 from drumline.core.rollouts import RolloutSpec
 from drumline.data.batches import Episodes
 from drumline.data.cache import TokenCache
+from drumline.data.encode import OWN
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import from_all
 from drumline.dist.seeds import derive
@@ -219,7 +220,11 @@ class Rollouts:
     def _score(self, cache: TokenCache, ids: list[int], completions: list[Completion]) -> Sampled:
         episodes = [(cache.segments(prompt)[0][0].tolist(), each) for prompt, each in zip(ids, completions, strict=True)]
         metas = [cache.meta(prompt) for prompt in ids]
-        items = [Item(meta["prompt"], self.decode(c.tokens), len(c.tokens), meta) for meta, (_, c) in zip(metas, episodes, strict=True)]
+        columns = [{**meta, **meta.get(OWN, {})} for meta in metas]
+        items = [
+            Item(meta["prompt"], self.decode(c.tokens), len(c.tokens), of_row)
+            for meta, of_row, (_, c) in zip(metas, columns, episodes, strict=True)
+        ]
         batch = _episodes(episodes)
         given = {name: read(batch).tolist() for name, read in self.readers.rewards.items()}
         rank, ranks = place()  # each episode is scored once in the world

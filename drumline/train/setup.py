@@ -18,6 +18,7 @@ from drumline.core.load import Request, allowed, refused, saved_config, to_yaml
 from drumline.core.model import Head, ModelConfig
 from drumline.core.plan import DataIdentity, DataPlan, Plan, RolePlan
 from drumline.core.resolve import batch_norm_why, device_of, processes_of, resolve
+from drumline.core.rollouts import RolloutSpec
 from drumline.core.urls import is_url
 from drumline.data import prepare as data_prepare
 from drumline.data.fingerprint import what_changed
@@ -92,9 +93,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     else:
         data = data_prepare.prepare(config, tokenizer_path, base, on_progress, vision)
     if rollout is not None:
-        rewards.check(rollout.rewards, base.absolute(), None if data is None else data_prepare.prompt_columns(data))
-        if rollout.curriculum.kind == "weights":
-            require_domains(rollout.curriculum.weights, data_prepare.prompt_domains(data, config.data.train))
+        _check_prompts(rollout, config, base, data)
     machine = request.machine or detect()
     device = device_of(config, machine)
     cluster, why = cluster_here(config, machine, device, processes_of(config, machine, device, request.world_size))
@@ -183,6 +182,16 @@ def _require_runs(plan: Plan) -> None:
             from drumline.parallel.stages import find_cuts
 
             find_cuts(model)
+
+
+def _check_prompts(rollout: RolloutSpec, config: Config, base: Path, data: DataPlan | None) -> None:
+    """Raises ConfigError and PlanError where rewards or the curriculum do not fit the columns and domains of the prompts."""
+    columns = None if data is None else data_prepare.prompt_columns(data)
+    rewards.check(rollout.rewards, base.absolute(), columns)
+    if "completion" in (columns or ()) and any(reward.kind == "function" for reward in rollout.rewards):
+        notes(["the rows' column `completion` is not given to reward functions, which get what was sampled: rename it if they need it"])
+    if rollout.curriculum.kind == "weights":
+        require_domains(rollout.curriculum.weights, data_prepare.prompt_domains(data, config.data.train))
 
 
 def _require_written(plan: Plan, base: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.core.data import PROMPT_FORMS, DataConfig, FileSource, TasksSource
 from drumline.core.rollouts import HFGenerator
-from drumline.data.encode import PromptRows
+from drumline.data.encode import OWN, PromptRows
 from drumline.data.sources import Row, read_rows
 from drumline.errors import ConfigError, DataError
 from tests.harness import write_config, write_rows
@@ -48,6 +48,15 @@ def test_a_prompt_ends_where_the_answer_starts() -> None:
     assert plain is not None and tiny_tokenizer().decode(plain.segments[0].tokens) == "two plus three"
     with pytest.raises(DataError, match="no chat template"):
         encoder(None).encode(row(turns, "messages"))
+
+
+def test_a_column_of_a_name_that_is_ours_is_not_lost() -> None:
+    made = encoder().encode(row("two", "prompt", domain="maths", completion="2", level=1))
+    assert made is not None and made.meta is not None
+    assert (made.meta["domain"], made.meta["completion"], made.meta["level"]) == ("sums", "2", 1)
+    assert made.meta[OWN] == {"domain": "maths"}
+    padded = encoder().encode(row("two", domain=None))
+    assert padded is not None and OWN not in (padded.meta or {})
 
 
 @pytest.mark.parametrize("policy", ["error", "right"])
@@ -101,3 +110,21 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
             make_plan(Request(load(config, more)), on_progress=lambda *_: None)
     plan = make_plan(Request(load(config, ["algorithm.group_size=2", "run.steps=null", "run.epochs=2"])), on_progress=lambda *_: None)
     assert plan.steps == 40 and (plan.config.eval.metric, plan.config.eval.mode) == ("reward", "max")
+
+
+@pytest.mark.slow
+def test_a_column_that_no_function_can_get_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from drumline.core.load import load
+    from drumline.train.setup import Request, make_plan
+
+    (tmp_path / "mine.py").write_text("def score(prompt, completion, **columns):\n    return 1.0\n")
+    grpo = {"kind": "grpo", "group_size": 2, "generator": {"kind": "hf", "max_new_tokens": 8}}
+    rewards = {"function": {"path": "mine.py:score"}, "regex": {"pattern": "a"}}
+    algorithms = {kind: grpo | {"rewards": [{"kind": kind, **reward}]} for kind, reward in rewards.items()}
+    model = tiny_model_dir(tmp_path / "model")
+    for kind, algorithm in algorithms.items():
+        config = write_config(tmp_path, model, algorithm=algorithm)
+        for name in ("train.jsonl", "eval.jsonl"):
+            write_rows(tmp_path / name, [{"prompt": f"{number}?", "completion": "yes"} for number in range(40)])
+        make_plan(Request(load(config, [])), on_progress=lambda *_: None)
+        assert ("column `completion` is not given to reward functions" in capsys.readouterr().err) == (kind == "function")

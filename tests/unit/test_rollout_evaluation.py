@@ -1,4 +1,4 @@
-"""What an evaluation of rollouts says of rewards that fail."""
+"""What an evaluation of rollouts gives rewards, and what it says of those that fail."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ import pytest
 from pydantic import TypeAdapter
 
 from drumline.core.rollouts import Reward
+from drumline.data.encode import OWN
 from drumline.rl.generate import Completion
 from drumline.rl.rewards import Rewards
 from drumline.rl.rollouts import Rollouts
 from drumline.telemetry.events import Eval, Event
 from tests.unit.test_report_progress import START, told
 
-FUNCTION = "def gold(prompt, completion, gold):\n    return 1.0 / len(gold)\n"
+FUNCTIONS = """
+def gold(prompt, completion, gold):
+    return 1.0 / len(gold)
+
+def maths(prompt, completion, domain):
+    return domain == "maths"
+"""
 
 
 class Prompts(list[dict[str, Any]]):
@@ -31,18 +38,31 @@ class Prompts(list[dict[str, Any]]):
         return {"prompt": "?", "domain": "words", **self[sample]}
 
 
-@pytest.mark.slow
-def test_rewards_that_fail_are_counted(tmp_path: Path) -> None:
-    """The mean went over what was left of them, without a word."""
-    (tmp_path / "mine.py").write_text(FUNCTION)
-    reward: Any = TypeAdapter(Reward).validate_python({"kind": "function", "path": "mine.py:gold"})
+def evaluated(folder: Path, reward: str, **held_out: list[dict[str, Any]]) -> tuple[dict[str, float], int, dict[str, Any]]:
+    """By a function of mine.py, with answers of one token."""
+    (folder / "mine.py").write_text(FUNCTIONS)
+    config: Any = TypeAdapter(Reward).validate_python({"kind": "function", "path": f"mine.py:{reward}"})
     rollouts = object.__new__(Rollouts)
-    rollouts.held_out = {"easy": Prompts([{"gold": "x"}]), "hard": Prompts([{"gold": "xx"}, {"gold": None}, {"gold": ""}])}  # type: ignore[dict-item]
+    rollouts.held_out = {name: Prompts(metas) for name, metas in held_out.items()}  # type: ignore[misc]
     rollouts.sample = lambda requests, step, greedy: [Completion([3], [0.0], True) for _ in requests]
     rollouts.decode, rollouts.readers = str, SimpleNamespace(rewards={})  # type: ignore[assignment]
     rollouts.algorithm = SimpleNamespace(missing_stop_penalty=0.0)  # type: ignore[assignment]
-    with Rewards([reward], tmp_path, workers=1) as rollouts.rewards:
-        metrics, samples, failures = rollouts.evaluate(3)
+    with Rewards([config], folder, workers=1) as rollouts.rewards:
+        return rollouts.evaluate(3)
+
+
+@pytest.mark.slow
+def test_a_reward_sees_the_domain_of_the_row(tmp_path: Path) -> None:
+    """It saw that of the source, which names the metric."""
+    metrics, _, failures = evaluated(tmp_path, "maths", all=[{OWN: {"domain": "maths"}}, {}])
+    assert metrics["reward/words"] == metrics["reward"] == 0.5 and not failures
+
+
+@pytest.mark.slow
+def test_rewards_that_fail_are_counted(tmp_path: Path) -> None:
+    """The mean went over what was left of them, without a word."""
+    hard = [{"gold": "xx"}, {"gold": None}, {"gold": ""}]
+    metrics, samples, failures = evaluated(tmp_path, "gold", easy=[{"gold": "x"}], hard=hard)
     assert samples == 4 and (metrics["reward"], metrics["reward_failed"]) == (0.75, 0.5)
     assert (metrics["easy/reward_failed"], metrics["hard/reward_failed"]) == (0.0, pytest.approx(2 / 3))
     assert math.isclose(metrics["hard/reward"], 0.5)
