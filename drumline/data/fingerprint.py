@@ -54,7 +54,6 @@ def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: 
     }
     if config.algorithm.rollout is not None:  # prompts carry the name of their domain, which may be that of their file
         parts["domains"] = [sorted(domains(source)) for source in sources]
-        parts["prompts"] = 2  # counts how what comes with them has changed
     if role != "eval":
         names = ("where", "mixed", "duplicates", "decontaminate")
         held_out = [_source(source, base_dir) for source in data.eval if data.decontaminate]
