@@ -211,7 +211,8 @@ def answers(config_path: Path, overrides: list[str], place: Path | None, number:
         with Rewards([TaskReward()], base_dir) as rewards:
             scored = rewards.score([Item("", text, 0, question.meta) for text, question in both])
         known = [s.value for s in scored if not s.failures]
-        metrics |= {"verified": sum(known) / len(known) if known else 0.0, "reward_failed": 1 - len(known) / len(scored)}
+        metrics |= {"verified": sum(known) / len(known)} if known else {}
+        metrics["reward_failed"] = 1 - len(known) / len(scored)
     show(f"{weights.origin} on {len(both)} held-out prompts, answered greedily", metrics)
     shown = [{"answer": text, "right": question.answer} for text, question in both[:SHOWN]]
     write(run_dir, "generated", {"weights": weights.origin, "seconds": time.time() - began, "metrics": metrics, "answers": shown})
