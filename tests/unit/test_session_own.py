@@ -235,6 +235,18 @@ def test_statistics_of_a_step_that_is_none_are_put_back(tmp_path: Path, strategy
         assert means[0].any() and torch.equal(*means) and model.module[0].num_batches_tracked == 1
 
 
+@pytest.mark.slow
+def test_a_process_trains_under_zero_again(tmp_path: Path) -> None:
+    """DeepSpeed keeps the groups that it has made, and those of the session before are gone."""
+    for number in range(2):
+        with session(tmp_path / str(number), "zero1") as s:
+            model, _ = s.prepare(lambda: nn.Linear(2, 1), sgd)
+            for batch in s.batches(ROWS, collate, steps=2, shuffle=False):
+                s.backward(*loss_of(model, batch))
+                s.step()
+            assert s.steps == 2
+
+
 def gradients(kind: str) -> tuple[list[float], list[float]]:
     """(as two ranks average them, the mean of what each has by itself) of two micro-batches."""
     torch.manual_seed(0)

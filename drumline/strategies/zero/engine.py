@@ -44,8 +44,9 @@ from drumline.parallel.plain import Plain, modes_kept
 from drumline.parallel.transforms import agree_on_statistics, apply_compile, apply_memory, apply_sync_batchnorm
 from drumline.strategies.zero.fill import InTurn, filled, part, require_slots
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
-from drumline.vendor.deepspeed import CPU_Accelerator, combine_grad_norm_groups, get_global_norm_of_tensors
+from drumline.vendor.deepspeed import CPU_Accelerator, combine_grad_norm_groups, get_global_norm_of_tensors, release_groups
 
+_joined: list[dist.ProcessGroup | None] = []  # what DeepSpeed made groups in last
 ADAM, SGD = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)  # what their optimizers keep of a parameter
 # What DeepSpeed's optimizers call the first half of measuring the norm in their step: ZeRO 1 and 2, ZeRO 3, and ZeRO 1 in bf16.
 MEASURES = ("scaled_global_norm", "_get_norm_groups", "get_grads_for_norm")
@@ -108,6 +109,9 @@ def join(device: str) -> None:
     # It would spend a minute to compile an all-reduce over shared memory that only its inference uses.
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), dist_init_required=False, verbose=False)
+    if _joined != [dist.group.WORLD]:  # a process may train more than once, each time in groups of its own, and it keeps what it has made
+        release_groups()
+        _joined[:] = [dist.group.WORLD]
 
 
 class DeepSpeedEngine(ForwardEngine):
