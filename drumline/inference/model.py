@@ -174,7 +174,12 @@ def _pretrained(source: str, model: ModelConfig) -> Any:
     architectures = getattr(config, "architectures", None) or [""]
     if any(name.endswith("Classification") for name in architectures):
         raise ModelError(f"{architectures[0]} gives numbers, not text", where=source, fix="name a language model")
-    return from_hub(source, model, lambda: auto_class(config).from_pretrained(source, dtype=torch.float32, **hub_options(source, model)))
+    options = {"dtype": torch.float32, "output_loading_info": True, **hub_options(source, model)}
+    read, report = from_hub(source, model, lambda: auto_class(config).from_pretrained(source, **options))
+    if lacking := sorted(report["missing_keys"]):  # which transformers draws at random
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        raise ModelError(f"has no weights for {lacking[0]}{more}", where=source, fix="name a folder or id of a whole model")
+    return read
 
 
 def _placed(model: Any) -> Any:

@@ -237,8 +237,17 @@ def check_folder(folder: Path) -> None:
             content = read_object(entry, ModelError, wanted, numbers=is_config)
             if is_config:
                 check_counts(content, str(entry))
+            if entry.name.endswith(".safetensors.index.json"):
+                check_index(content, str(entry))
             if entry.name == "tokenizer_config.json" and not isinstance(content.get("chat_template"), str | list | dict | None):
                 raise ModelError("chat_template is no text", where=str(entry), fix="take the key out, or write a Jinja template")
+
+
+def check_index(values: dict[str, Any], where: str) -> None:
+    """Raises ModelError for an index of shards that does not name files of its own folder."""
+    files = values.get("weight_map")
+    if not (isinstance(files, dict) and all(isinstance(file, str) and Path(file).name == file for file in files.values())):
+        raise ModelError("weight_map is no object of tensor → file", where=where, fix="save the model again, as save_pretrained does")
 
 
 def check_counts(values: Any, where: str) -> None:

@@ -231,6 +231,6 @@ def unknown(name: str, reason: str) -> ModelError:
 
 def check_length(positions: int | None, max_length: int) -> None:
     """Raises ModelError if `max_length` exceeds the model's positions; None: it has no end of its own."""
-    if positions is not None and max_length > positions:
+    if positions is not None and 0 < positions < max_length:  # -1 of XLNet is none
         what = f"sequences of {max_length} tokens are longer than the model's {positions} positions"
         raise ModelError(what, where="data.max_length", fix=f"at most {positions}")

@@ -206,7 +206,8 @@ def _stored(path: str, source: ModelConfig) -> list[Stored]:
     """The tensors of a model's safetensors files. Raises Whole if there are none, or they cannot be read."""
     stored = []
     try:
-        index = find_file(path, INDEX, source)
+        # As transformers reads a folder that was saved to twice.
+        index = None if find_file(path, SINGLE, source) else find_file(path, INDEX, source)
         for name in sorted(set(json.loads(index.read_text())["weight_map"].values())) if index else [SINGLE]:
             if (file := find_file(path, name, source)) is None:
                 raise Whole("it has no safetensors files")

@@ -82,7 +82,8 @@ def small_copy(model: Any, device: str, least: int = 1) -> Any:
     text = model.config.get_text_config()
     language = model.get_decoder() if getattr(model.config, "vision_config", None) is not None else model
     kinds = [tuple(type(module).__name__ for module in block.modules()) for block in blocks(language)]  # of each block
-    layers = max(_first_of_each(kinds), _first_of_each(getattr(text, "layer_types", None) or ()), min(least, text.num_hidden_layers))
+    layers = max(_first_of_each(kinds), _first_of_each(getattr(text, "layer_types", None) or ()), least)
+    layers = min(layers, text.num_hidden_layers)  # embeddings may count as a block, as ModernBERT's do
     with drawing(0):
         try:
             built = type(model)(_cut(model.config, layers, narrow=True))

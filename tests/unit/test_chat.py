@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from drumline.errors import CheckpointError, DataError, ModelError, UserError
 from drumline.inference.evaluate import Question, completed, with_room
@@ -81,6 +82,15 @@ def test_it_answers_and_keeps_what_was_said(loaded: Model, capsys: pytest.Captur
     second = talk.answer("two?")
     assert second == greedy(loaded, SYSTEM + turn("user", "one?") + turn("assistant", first) + turn("user", "two?") + ask, 12)
     assert [answer["role"] for answer in talk.turns] == ["user", "assistant"] * 2
+
+
+def test_a_model_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    """transformers draws them at random, each time anew."""
+    folder = tiny_model_dir(tmp_path / "model")
+    tensors = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if ".1.mlp." not in name}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"model: has no weights for model\.layers\.1\.mlp\.\S+ and \d more"):
+        open_model(str(folder), lambda *_: None)
 
 
 def test_it_stops_where_the_template_ends_a_turn(loaded: Model) -> None:

@@ -83,6 +83,14 @@ def test_a_tokenizers_wrong_value_is_named_with_its_file(good: Path, tmp_path: P
         load_tokenizer(folder, ModelConfig(id=folder))
 
 
+@pytest.mark.parametrize("files", [["a.safetensors"], {"x": 5}, {"x": ["a.safetensors"]}, {"x": "../a.safetensors"}, None])
+def test_an_index_that_names_no_files_is_named(good: Path, tmp_path: Path, files: Any) -> None:
+    shutil.copytree(good, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json: weight_map is no object of tensor → file"):
+        models.load_config(str(tmp_path), ModelConfig(id=str(tmp_path)))
+
+
 def test_sizes_of_models_that_there_are() -> None:
     check_counts({"head_dim": 0, "qk_rope_head_dim": 64, "vocab_size_per_layer_input": 262144, "layer_rope_theta": 500000}, "x")
     check_counts({"num_experts": 16384, "id2label": {}, "head_dim": None, "max_position_embeddings": 1200.0, "num_experts_per_tok": 0}, "x")

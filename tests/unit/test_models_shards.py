@@ -3,6 +3,7 @@ the log says why. What is tried on a small copy is tried on every kind of layer.
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from drumline.core.model import ModelConfig
 from drumline.models.build import build_model, lay_out
@@ -98,6 +100,26 @@ def test_what_a_checkpoint_holds_is_not_read(tmp_path: Path) -> None:
     model, source = lay_out(str(folder), options, 0, checkpoint_keys=names)
     Values(source, "cpu", 0, checkpoint_keys=names).fill(model)
     assert model.lm_head.weight is model.model.embed_tokens.weight and not model.lm_head.weight.is_meta
+
+
+def test_a_folder_that_was_saved_to_twice_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    """One file, and an index of shards: the file counts."""
+    folder = tiny_model_dir(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: torch.full_like(tensor, 7.0) for name, tensor in tensors.items()}, folder / "part.safetensors", {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "part.safetensors")}))
+    model, source = lay_out(str(folder), ModelConfig(id=str(folder)), seed=0)
+    Values(source, "cpu", 0).fill(model)
+    assert torch.equal(model.model.norm.weight, tensors["model.norm.weight"])
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(folder).model.norm.weight, tensors["model.norm.weight"])
+
+
+def test_a_small_copy_has_no_more_layers_than_the_model() -> None:
+    """ModernBERT names its embeddings among its blocks."""
+    options = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    options |= {"vocab_size": 64, "pad_token_id": 0}
+    model = AutoModel.from_config(AutoConfig.for_model("modernbert", **options))
+    assert small_copy(model, "cpu").config.num_hidden_layers == 2
 
 
 def test_a_small_copy_has_every_kind_of_layer() -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from drumline.core.config import LoRAConfig
 from drumline.core.model import ModelConfig
+from drumline.errors import ModelError
 from drumline.models.load import facts, load_config
-from drumline.models.shapes import KNOWN, OF_IMAGES, find, hub_id, near, with_config
+from drumline.models.shapes import KNOWN, OF_IMAGES, check_length, find, hub_id, near, with_config
 from drumline.planner.sizes import SHIPPED, Found, sizes_of
 from tests.harness import ROOT
 
@@ -152,3 +153,11 @@ def test_a_shape_is_a_llama_that_trains() -> None:
     assert sum(p.numel() for p in built.parameters()) == facts(config, 8).parameters
     again = ModelConfig.model_validate(model.model_dump())
     assert again == model, "as a plan writes it and ranks read it"
+
+
+def test_a_model_may_have_no_end_of_its_own() -> None:
+    """XLNet's config has -1 positions."""
+    for positions in (None, -1, 96):
+        check_length(positions, 96)
+    with pytest.raises(ModelError, match="96 tokens are longer than the model's 95 positions"):
+        check_length(95, 96)

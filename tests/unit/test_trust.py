@@ -33,6 +33,13 @@ def test_a_file_that_is_not_trusted_allows_no_code(tmp_path: Path) -> None:
     assert not weights.loaded.config.model.trust_remote_code
 
 
+def test_a_folder_is_evaluated_by_a_config_of_a_shape(tmp_path: Path) -> None:
+    path, folder = tmp_path / "c.yaml", tiny_model_dir(tmp_path / "export")
+    path.write_text(DATA.partition("\n")[0] + "\nmodel: {shape: {layers: 2, hidden: 32, heads: 4, vocabulary: 64}}\n")
+    model = find_weights(path, [], folder, tmp_path / "run").loaded.config.model
+    assert model.id == str(folder) and model.shape is None
+
+
 def test_models_besides_the_policy_too(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(DATA.partition("\n")[0] + "\nalgorithm: {kind: dpo, reference_model: {id: x, trust_remote_code: true}}\n")
