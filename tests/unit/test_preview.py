@@ -125,7 +125,9 @@ def test_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rows_that_cannot_be_used_come_after_the_rest(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bad = [{"messages": [{"role": "user"}]}, {"conversations": [{"from": "ghost", "value": "x"}]}, {"prompt": None, "completion": "x"}]
+    bad: list[dict[str, Any]] = [
+        {"messages": [{"role": "user"}]}, {"conversations": [{"from": "ghost", "value": "x"}]}, {"prompt": None, "completion": "x"},
+    ]  # fmt: skip
     write_rows(config.parent / "train.jsonl", [ROWS[0], *bad, ROWS[1]])
     (config.parent / "broken.jsonl").write_text('{"text": "x"}\n{oops\n')
     write_rows(config.parent / "two.jsonl", [chat("the last question", "the last answer")])
