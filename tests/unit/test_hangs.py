@@ -209,13 +209,19 @@ def test_what_comes_between_steps_has_the_limit_of_health_until_it_was_over_once
     assert watch._limit(0) == 100.0
 
 
-def test_a_wait_for_rows_has_a_limit_of_its_own_where_a_rank_does_nothing_else(watch: Watch) -> None:
+def after_steps(watch: Watch, *phases: str) -> heartbeat.Heart:
+    """The heart of a rank that has gone through the phases in four steps."""
     one, _ = hearts(watch)
     assert late(watch, 0.0) is None
     for step in range(4):
         one.step(step, 2 * step, free=False)
-        one.beat("data")
-        one.beat("forward")
+        for phase in phases:
+            one.beat(phase)
+    return one
+
+
+def test_a_wait_for_rows_has_a_limit_of_its_own_where_a_rank_does_nothing_else(watch: Watch) -> None:
+    one = after_steps(watch, "data", "forward")
     before = one.ints[one.at + heartbeat.COUNT]
     one.waits(True, 60.0)
     assert watch._limit(0) == 5.0 and one.ints[one.at + heartbeat.COUNT] == before, "a thread that fetches batches is not the rank"
@@ -232,12 +238,7 @@ def test_a_wait_for_rows_has_a_limit_of_its_own_where_a_rank_does_nothing_else(w
 
 
 def test_short_parts_of_an_evaluation_give_a_limit_that_is_not_short(watch: Watch) -> None:
-    one, _ = hearts(watch)
-    assert late(watch, 0.0) is None
-    for step in range(4):
-        one.step(step, 2 * step, free=False)
-        one.beat("eval")
-        one.beat("report")
+    one = after_steps(watch, "eval", "report")
     one.beat("eval")
     assert watch._limit(0) == heartbeat.FLOOR * 5.0
 

@@ -17,13 +17,13 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from drumline.core.files import digest
 from drumline.core.network import CHOOSE, interface_to
+from drumline.core.output import say
 from drumline.core.process import this_process, tied
 from drumline.core.signals import LauncherSignals
 from drumline.errors import EnvironmentFault, UserError
@@ -151,8 +151,7 @@ class Host:
         if (ranks := self.ranks) is not None:
             ranks.elsewhere.add(-signal.SIGKILL)  # of those that may just be starting
             ranks.strike()
-        with suppress(OSError):
-            print(why + ": its ranks were killed" * (ranks is not None), file=sys.stderr, flush=True)
+        say(why + ": its ranks were killed" * (ranks is not None))
         if self.heir is None or not self.heir.known or self.ended:
             os._exit(1)
         self.heir.voter.lose()

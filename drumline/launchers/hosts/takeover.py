@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from drumline.core.files import write_whole
+from drumline.core.output import say
 from drumline.core.process import Helper, tied
 from drumline.core.redact import redact
 from drumline.errors import EnvironmentFault
@@ -155,8 +156,7 @@ class Heir:
 
     def _note(self, line: str) -> None:
         """Also on a disk of this host's own: ssh may have gone with the launcher."""
-        with suppress(OSError):
-            print(redact(line), file=sys.stderr, flush=True)
+        say(redact(line))
         if not self.known["shared"]:
             with suppress(OSError), (Path(self.known["run_dir"]) / "logs" / f"launcher-{self.settings['name']}.log").open("a") as log:
                 log.write(redact(line) + "\n")

@@ -34,7 +34,6 @@ ANSWER_SECONDS = 30  # for an answer to a greeting: the other may be inside of a
 SILENT_SECONDS = 10  # since a host that is sent to has answered, or its kernel: then it is gone
 MOST_WAITING = 200  # messages to one host; one that takes none is given up
 LONGEST = 2**36  # bytes of a message
-ONE_CONFIG = "give all hosts one config, and each a run.seed of its own"
 WHERE = "strategy.peers"
 
 
@@ -173,7 +172,7 @@ class Peers:
         threading.Thread(target=self._listen, daemon=True, name="drumline-peers").start()
         self._look()
         if self.refused:
-            raise ConfigError(self.refused, where=WHERE, fix=ONE_CONFIG)
+            raise ConfigError(self.refused, where=WHERE, fix="give all hosts one config, and each a run.seed of its own")
         threading.Thread(target=self._look_again, daemon=True, name="drumline-peers").start()
 
     # ------------------------------------------------------------------------------------------------------ to find a leader
