@@ -38,7 +38,10 @@ from drumline.foreign import disk_errors, read_object, require_package
 from drumline.inference.model import Model, exported_folder, open_model, open_plan
 from drumline.launchers.environment import launched_by
 from drumline.launchers.local import launch
+from drumline.models.build import lay_out
+from drumline.models.classes import LM, require_classes
 from drumline.models.export import plan_of
+from drumline.models.load import load_config
 from drumline.report.bars import bars
 from drumline.report.progress import failed
 from drumline.rl.generate import Completion, positions
@@ -118,6 +121,10 @@ def planned(config_path: Path, overrides: list[str], place: Path | None) -> tupl
         plan = make_plan(Request(replace(weights.loaded, config=config)), on_progress=on_progress)
     if plan.data is None or not plan.data.eval_caches:
         raise ConfigError("there is no held-out set", where="data", fix="set data.eval, or data.holdout: a number of rows")
+    if plan.config.head not in LM and place is not None and weights.checkpoint is None:
+        if plan.labels:
+            require_classes(load_config(plan.model_path, plan.config.model), plan.labels, str(place))
+        lay_out(plan.model_path, plan.config.model, seed=0, head=plan.config.head, labels=plan.labels, draws=False)
     return plan, weights, run_dir
 
 

@@ -152,15 +152,19 @@ def open_plan(plan: Plan, checkpoint: Path | None) -> Model:
 
 def _from_folder(source: str, trust_remote_code: bool) -> Model:
     model = ModelConfig(id=source, trust_remote_code=trust_remote_code)
-    tokenizer = load_tokenizer(source, model)
     adapter = Path(source) / ADAPTER
     if not adapter.exists() or (Path(source) / "config.json").exists():
-        return Model(_placed(_pretrained(source, model)), tokenizer, source)
-    base = read_object(adapter, ModelError).get("base_model_name_or_path")
+        return Model(_placed(_pretrained(source, model)), load_tokenizer(source, model), source)
+    named = read_object(adapter, ModelError)
+    base, revision = named.get("base_model_name_or_path"), named.get("revision")
     if not isinstance(base, str):
         raise ModelError("names no base_model_name_or_path", where=str(adapter), fix="put it in: a folder or hub id")
     require_package("peft", source)
-    whole = _pretrained(base, model)
+    below = model.model_copy(update={"id": base, "revision": revision if isinstance(revision, str) else None})
+    # PEFT saves no tokenizer; a trainer that saves one may have given it tokens.
+    own = any(Path(source).glob("tokenizer*"))
+    tokenizer = load_tokenizer(source, model) if own else load_tokenizer(base, below)
+    whole = _pretrained(base, below)
     with judged("cannot be laid over its base", source, ModelError, "give a folder that PEFT wrote"):
         return Model(
             _placed(read_over(whole, Path(source), (Path(source) / PROVENANCE).exists()).merge_and_unload()),

@@ -15,9 +15,12 @@ from drumline.models.classes import LM, auto_class, with_classes
 from drumline.models.files import from_hub, hub_options, quiet
 from drumline.models.load import load_config, on_meta
 from drumline.models.scores import extra_heads, with_head
-from drumline.models.shards import Drawn, Loaded, Source, Values, Whole, aliases, from_files
+from drumline.models.shards import Drawn, Loaded, Source, Values, Whole, aliases, from_files, torn
 
 logger = logging.getLogger(__name__)
+
+# Methods of packing that transformers undoes as it reads weights.
+UNPACKED = ("fp8", "mxfp4", "compressed-tensors")
 
 
 def lay_out(
@@ -43,7 +46,7 @@ def lay_out(
     Raises ModelError, also if the folder lacks weights of some part of the model (transformers would draw them).
     """
     quiet()
-    config = with_classes(load_config(path, model), head, labels)
+    config = _unpacked(with_classes(load_config(path, model), head, labels), model)
     own = model.attention in ("auto", "documents", "varlen")
     options = {"dtype": dtype or torch.float32, "attn_implementation": None if own else model.attention}
     pretrained = path if model.init == "pretrained" else None
@@ -73,12 +76,29 @@ def lay_out(
 
 
 def build_model(
-    path: str | None, model: ModelConfig, seed: int, device: str = "cpu", head: Head = "lm", labels: tuple[str, ...] = ()
+    path: str | None,
+    model: ModelConfig,
+    seed: int,
+    device: str = "cpu",
+    head: Head = "lm",
+    labels: tuple[str, ...] = (),
+    checkpoint_keys: frozenset[str] = frozenset(),
 ) -> Any:
     """`lay_out`, filled: the whole model on `device`."""
-    built, source = lay_out(path, model, seed, device, head=head, labels=labels)
-    Values(source, device, seed).fill(built)
+    built, source = lay_out(path, model, seed, device, checkpoint_keys=checkpoint_keys, head=head, labels=labels)
+    Values(source, device, seed, checkpoint_keys).fill(built)
     return built
+
+
+def _unpacked(config: Any, model: ModelConfig) -> Any:
+    """The config, by which transformers unpacks weights of fp8 or mxfp4 as it reads them, on a GPU too, since they learn in another type;
+    where none are read, it says nothing of packed weights."""
+    packed = getattr(config, "quantization_config", None)
+    if packed is not None and model.init == "random":
+        del config.quantization_config
+    elif isinstance(packed, dict) and packed.get("quant_method") in UNPACKED:
+        packed["dequantize"] = True
+    return config
 
 
 def _without_weights(path: str | None, model: ModelConfig, config: Any, options: dict[str, Any], head: Head) -> Any:
@@ -103,7 +123,7 @@ def _without_weights(path: str | None, model: ModelConfig, config: Any, options:
 
 
 def _pretrained(path: str, model: ModelConfig, config: Any, options: dict[str, Any], head: Head, draws: bool) -> Any:
-    options = options | hub_options(path, model) | {"config": config, "output_loading_info": True}
+    plain, options = options, options | hub_options(path, model) | {"config": config, "output_loading_info": True}
     options |= {"ignore_mismatched_sizes": True} if head not in LM else {}
     built, report = from_hub(path, model, lambda: cast(Any, auto_class(config, head).from_pretrained(path, **options)))
     lacking = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
@@ -113,7 +133,21 @@ def _pretrained(path: str, model: ModelConfig, config: Any, options: dict[str, A
         first, more = min(missing), f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         larger = "model.config asks for a larger model than this: take it back, or set model.init: random"
         raise ModelError(f"has no weights for {first}{more}", where=path, fix=larger if model.config else "name a whole model")
+    _as_laid_out(built, on_meta(config, head, path, model, **plain), path)
     return built
+
+
+def _as_laid_out(built: Any, laid_out: Any, where: str) -> None:
+    """Freeze what the model's own class freezes, such as the bias of a router: as transformers reads weights, all of them learn. Raises
+    ModelError where it did not tie what the config ties."""
+    frozen = {name for name, parameter in laid_out.named_parameters() if not parameter.requires_grad}
+    read = dict(built.named_parameters(remove_duplicate=False))
+    for name in frozen & read.keys():
+        read[name].requires_grad_(False)
+    for first, *others in aliases(laid_out):
+        for other in others:
+            if first in read and other in read and read[first] is not read[other]:
+                raise torn(first, other, where)
 
 
 def _require_heads(lacking: frozenset[str], path: str) -> None:

@@ -54,6 +54,26 @@ def with_classes(config: Any, head: Head, labels: tuple[str, ...]) -> Any:
     return config
 
 
+def in_own_order(config: Any, labels: tuple[str, ...]) -> tuple[str, ...]:
+    """The classes in the order of a model that was trained on just these: its logits keep their meaning. Else `labels` as they are."""
+    own = _named(config)
+    return own if set(own) == set(labels) else labels
+
+
+def require_classes(config: Any, labels: tuple[str, ...], where: str) -> None:
+    """Raises ModelError for a classifier of other classes than `labels`; the names that transformers makes up (LABEL_0) fit any."""
+    own = _named(config)
+    if own != labels and not all(name == f"LABEL_{index}" for index, name in enumerate(own)):
+        few = [", ".join(names[:5]) + ", …" * (len(names) > 5) for names in (own, labels)]
+        fix = "name a model of these classes, or rows of those"
+        raise ModelError(f"tells apart {few[0]}, and the rows have {few[1]}", where=where, fix=fix)
+
+
+def _named(config: Any) -> tuple[str, ...]:
+    names = getattr(config, "id2label", None) or {}
+    return tuple(str(names[index]) for index in sorted(names))
+
+
 def ends_in_classes(model: Any) -> bool:
     return getattr(model.config, "problem_type", None) == CLASSES
 

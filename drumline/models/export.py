@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from drumline import __version__
 from drumline.checkpoint.load import check, load, newest, pointed
-from drumline.checkpoint.manifest import folder_name
+from drumline.checkpoint.manifest import folder_name, read_manifest
 from drumline.core.config import LoRAConfig
 from drumline.core.files import take_name
 from drumline.core.model import Head, ModelConfig
@@ -35,7 +35,7 @@ from drumline.models.load import load_config
 from drumline.models.scores import VALUE, grey_image
 from drumline.models.shards import canonical_tensors
 from drumline.models.small import probe
-from drumline.models.templates import end_ids
+from drumline.models.templates import end_ids, special_ids
 from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import PROCESSOR_FILES, load_processor
 
@@ -185,9 +185,9 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
     from transformers import GenerationConfig
 
     path, adapter, seed, head = plan.model_path, plan.config.adapter, plan.config.run.seed, plan.config.head
-    if not (isinstance(adapter, LoRAConfig) or model.freeze):  # a checkpoint of these has the trainable weights only
-        model = model.model_copy(update={"init": "random"})
-    built = build_model(path, model, seed=derive(seed, "weights"), head=head, labels=plan.labels)
+    # A checkpoint has the trainable weights only: what is frozen is read from the model's files, or drawn again.
+    kept = frozenset(name.removeprefix("model.") for name in read_manifest(checkpoint).tensors if name.startswith("model."))
+    built = build_model(path, model, derive(seed, "weights"), head=head, labels=plan.labels, checkpoint_keys=kept)
     freeze(built, model.freeze)
     if isinstance(adapter, LoRAConfig):
         adapters.inject(built, adapter, seed)
@@ -217,10 +217,10 @@ def _save_reader(plan: Plan, model: ModelConfig, module: Any, folder: Path) -> N
         load_processor(plan.model_path, model, config, getattr(plan.config.algorithm, "image_size", None)).save_pretrained(folder)
         return
     tokenizer = load_tokenizer(plan.model_path, model)
-    if plan.config.head not in LM and tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_token_id(tokenizer))
-    if plan.config.head not in LM and config.get_text_config().pad_token_id is None:
-        # transformers' own classifiers find the last token of padded rows by it.
+    if plan.config.head not in LM:
+        # transformers' own classifiers find the last token of padded rows by it: before the first that pads, so none may end a text.
+        if tokenizer.pad_token_id is None or tokenizer.pad_token_id in end_ids(tokenizer):
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(_padding(tokenizer))
         config.get_text_config().pad_token_id = tokenizer.pad_token_id
     tokenizer.save_pretrained(folder)
     if model.chat_template is not None and (generation := getattr(module, "generation_config", None)) is not None:
@@ -232,6 +232,15 @@ def _save_reader(plan: Plan, model: ModelConfig, module: Any, folder: Path) -> N
     for name in PROCESSOR_FILES if place else ():
         if found := find_file(place, name, model, _raise_exceptions_for_connection_errors=False):
             shutil.copyfile(found, folder / name)
+
+
+def _padding(tokenizer: Any) -> int:
+    """A special token that begins and ends no text; without one that which fills rows in training."""
+    bounds = {tokenizer.bos_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id}
+    free = special_ids(tokenizer) - end_ids(tokenizer) - bounds
+    if tokenizer.unk_token_id in free:
+        return int(tokenizer.unk_token_id)
+    return min(free) if free else pad_token_id(tokenizer)
 
 
 def _base_of(plan: Plan) -> str:

@@ -80,7 +80,7 @@ def router_of(model: Any) -> RouterLoss | None:
         chosen, coefficient = (values[0] for values in set_values)
         loss = partial(router_loss, int(chosen), float(coefficient))
         as_theirs = try_small(model, "cpu", trial)
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+    except (AttributeError, IndexError, ModelError, RuntimeError, TypeError, ValueError):
         as_theirs = False
     if not as_theirs:
         what = f"the router loss of {type(model).__name__} is not the one that is known here, and would not be trained"

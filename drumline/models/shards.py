@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from drumline.core.model import ModelConfig
 from drumline.dist.seeds import derive, drawing
+from drumline.errors import ModelError
 from drumline.models import adapters
 from drumline.models.blocks import whole_layer
 from drumline.models.files import find_file
@@ -158,7 +159,7 @@ def copy_part(tensor: torch.Tensor, source: Any) -> None:
 def from_files(path: str, source: ModelConfig, model: Any, fresh: frozenset[str] = frozenset()) -> FromFiles:
     """The source of `model` (whole, on the meta device) in the safetensors files of a folder or hub id, with the options of `source`.
     Raises Whole if the files' names and shapes do not match those of the model one to one; it leaves tensors of `fresh` out if they are
-    missing or have another shape."""
+    missing or have another shape. Raises ModelError where the files have different values for weights that the config ties."""
     stored = _renamed(model, _stored(path, source))
     places: dict[str, Stored] = {}
     for names in aliases(model):
@@ -171,9 +172,15 @@ def from_files(path: str, source: ModelConfig, model: Any, fresh: frozenset[str]
         if any(place.shape != shape for place in found):
             raise Whole(f"{found[0].key} has another shape in its files")
         if any(not _equal(found[0], other) for other in found[1:]):
-            raise Whole(f"{found[0].key} and {found[1].key} should be one tensor and differ")
+            raise torn(found[0].key, found[1].key, path)
         places |= dict.fromkeys(names, found[0])
     return FromFiles(places)
+
+
+def torn(one: str, other: str, where: str) -> ModelError:
+    """The error for weights that a config ties over files where they differ: nobody but the user knows which of the two models is meant."""
+    what = f"its config makes {one} and {other} one weight, and its files hold two that differ"
+    return ModelError(what, where=where, fix="set model.config.tie_word_embeddings: false to train both, or mend the files")
 
 
 def aliases(model: Any) -> list[list[str]]:

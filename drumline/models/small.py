@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 
 from drumline.dist.seeds import drawing
+from drumline.errors import ModelError
+from drumline.foreign import judged
 from drumline.models.blocks import blocks
 from drumline.models.classes import is_vision_language, of_layers
 
@@ -58,14 +60,17 @@ def probe(model: Any, ids_BT: torch.Tensor) -> Tokens:
 
 
 def try_small(model: Any, device: str, trial: Callable[[Any, torch.Tensor], T], layers: int = 1) -> T:
-    """The result of `trial` with a small copy of `model` and eight token ids, int64[1, 8]: on `device`, without gradients, in full fp32."""
+    """The result of `trial` with a small copy of `model` and eight token ids, int64[1, 8]: on `device`, without gradients, in full fp32.
+    Raises ModelError for a model that does not run, as of a config whose numbers do not fit each other."""
     small = small_copy(model, device, layers)
     ids_BT = torch.arange(8, device=device)[None] % small.config.get_text_config().vocab_size
+    where = getattr(model.config, "name_or_path", None) or "model.config"
+    fix = "mend its config: heads, heads of keys and values, and experts have to fit each other"
     products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
     before = products.allow_tf32, convolutions.allow_tf32
     products.allow_tf32 = convolutions.allow_tf32 = False
     try:
-        with torch.no_grad():
+        with torch.no_grad(), judged(f"a small copy of {type(model).__name__} does not run", where, ModelError, fix):
             return trial(small, ids_BT)
     finally:
         products.allow_tf32, convolutions.allow_tf32 = before

@@ -33,7 +33,7 @@ from drumline.models import adapters
 from drumline.models import load as models
 from drumline.models.attention import attend_by_documents
 from drumline.models.build import lay_out
-from drumline.models.classes import LM, with_classes
+from drumline.models.classes import LM, in_own_order, with_classes
 from drumline.models.download import download
 from drumline.models.freeze import freeze, learning
 from drumline.models.head import require_next_token
@@ -92,6 +92,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         data = data_prepare.cached(config, tokenizer_path, base, vision)
     else:
         data = data_prepare.prepare(config, tokenizer_path, base, on_progress, vision)
+    if data is not None and config.model.init == "pretrained":
+        data = data.model_copy(update={"labels": in_own_order(policy.hf_config, data.labels)})
     if rollout is not None:
         _check_prompts(rollout, config, base, data)
     machine = request.machine or detect()

@@ -99,21 +99,44 @@ def test_help_and_version() -> None:
     assert "train" in drumline("--help").out and drumline("--version").out.strip()
 
 
+SPARE = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class SpareConfig(LlamaConfig):
+    model_type = "spare"
+
+class SpareModel(LlamaForCausalLM):
+    config_class = SpareConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.spare = torch.nn.Linear(4, 4)
+"""
+
+
 def test_weights_that_no_gradient_reaches(tmp_path: Path) -> None:
-    """The biases of these routers choose experts, and are in no loss. DDP says so before a step is taken, or finds them."""
-    model = tiny_architecture_dir(tmp_path / "model", "ernie4_5_moe")
-    refused = drumline("train", write_config(tmp_path, model, launch={"nproc": 2}, run={"steps": 2}))
+    """A model whose own code has a layer in no loss. DDP says so before a step is taken, or finds it."""
+    model = tiny_model_dir(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    own = {"AutoConfig": "spare.SpareConfig", "AutoModelForCausalLM": "spare.SpareModel"}
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "spare", "auto_map": own}))
+    (model / "spare.py").write_text(SPARE)
+    again = {"init": "random", "trust_remote_code": True}  # weights that no file has are drawn
+    trust = "model.trust_remote_code=true"
+    refused = drumline("train", write_config(tmp_path, model, launch={"nproc": 2}, run={"steps": 2}, model=again), trust)
     (line,) = refused.error_lines
-    assert refused.code == 2 and "no gradient reaches model.layers.1.mlp.gate.moe_statics.e_score_correction_bias" in line
+    assert refused.code == 2 and "no gradient reaches spare.weight" in line
     assert "set strategy.find_unused_parameters: true, or leave them out with model.freeze" in line
     found: dict[str, float] = {}
     for name, sections in (
         ("unused", {"strategy": {"kind": "ddp", "find_unused_parameters": True}}),
-        ("frozen", {"model": {"freeze": [f"model.layers.{layer}.mlp.gate.moe_statics" for layer in (1, 2, 3)]}}),
+        ("frozen", {"model": {"freeze": ["spare"]}}),
     ):
         folder = tmp_path / name
         folder.mkdir()
-        trained = drumline("train", write_config(folder, model, launch={"nproc": 2}, run={"steps": 2}, **sections))
+        given = {**sections, "model": {**again, **sections.get("model", {})}}
+        trained = drumline("train", write_config(folder, model, launch={"nproc": 2}, run={"steps": 2}, **given), trust)
         assert trained.code == 0, trained.err
         found[name] = losses(folder / "run")[2]
     assert found["unused"] == found["frozen"]

@@ -15,10 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drumline.core.model import ModelConfig
 from drumline.errors import CheckpointError, DataError, ModelError, UserError
 from drumline.inference.evaluate import Question, completed, with_room
 from drumline.inference.model import CONTROLS, Conversation, Model, Printer, open_model
 from drumline.models.templates import turn_end, turn_tail
+from drumline.models.tokenizer import load_tokenizer
 from tests.harness import ENV, drumline
 from tests.tiny import CHATML, tiny_model_dir, tiny_tokenizer
 from tests.unit.test_models_export import save_steps, write_plan
@@ -202,9 +204,11 @@ def test_an_adapter_is_laid_over_its_model(folder: Path, tmp_path: Path) -> None
     before = first_weight(base).clone(), base.model.layers[0].self_attn.q_proj.weight.clone()
     model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     model.peft_config["default"].base_model_name_or_path = str(folder)
-    model.save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)  # PEFT writes no tokenizer
+    assert open_model(str(tmp_path), quietly).tokenizer.get_vocab() == load_tokenizer(str(folder), ModelConfig()).get_vocab()
+    tiny_tokenizer(300).save_pretrained(tmp_path)
     loaded = open_model(str(tmp_path), quietly)
+    assert len(loaded.tokenizer) == 300, "a tokenizer beside it is its own"
     assert torch.equal(first_weight(loaded.module), before[0])
     assert not torch.equal(loaded.module.model.layers[0].self_attn.q_proj.weight, before[1])
 

@@ -12,10 +12,14 @@ import torch
 from drumline.algorithms.classify.objective import Classify
 from drumline.algorithms.classify.spec import ClassifyConfig
 from drumline.core.load import load
+from drumline.core.model import ModelConfig
 from drumline.core.plan import Plan
 from drumline.data.cache import TokenCache
-from drumline.errors import DrumlineError
+from drumline.errors import DrumlineError, ModelError
+from drumline.inference.evaluate import planned as of_evaluation
+from drumline.models.build import build_model
 from drumline.models.scores import grey_image
+from drumline.models.tokenizer import load_tokenizer
 from drumline.train.entry import run
 from drumline.train.setup import Request, make_plan
 from tests.harness import events, labelled_rows, write_config, write_rows
@@ -110,6 +114,34 @@ def test_numbers_are_classes_in_order(tmp_path: Path, model: Path) -> None:
     assert plan.data is not None and plan.data.labels == ("0", "2", "10")
     named = planned(tmp_path, model, rows[1:], algorithm={"kind": "classify", "labels": ["no", "yes", "perhaps"]})
     assert named.data is not None and named.data.labels == ("no", "yes", "perhaps")
+
+
+def test_a_classifier_of_the_same_classes_keeps_their_order(tmp_path: Path, model: Path) -> None:
+    """Its head has learned which logit is which; names sorted anew would take one class for another."""
+    folder, labels = tmp_path / "classifier", ("work", "music", "number")
+    build_model(str(model), ModelConfig(id=str(model)), 0, head="text", labels=labels).save_pretrained(folder)
+    load_tokenizer(str(model), ModelConfig(id=str(model))).save_pretrained(folder)
+    for algorithm in ({"kind": "classify"}, {"kind": "classify", "labels": ["music", "number", "work"]}):
+        plan = planned(tmp_path, folder, labelled_rows(12), algorithm=algorithm)
+        assert plan.data is not None and plan.data.labels == labels
+    drawn = planned(tmp_path, folder, labelled_rows(12), model={"init": "random"})
+    assert drawn.data is not None and drawn.data.labels == tuple(sorted(labels))
+
+
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [(("music", "work"), "tells apart music, work, and the rows have music, number, work"), (None, "no weights for score")],
+)
+def test_a_model_of_other_classes_is_not_scored(tmp_path: Path, model: Path, labels: tuple[str, ...] | None, says: str) -> None:
+    folder = tmp_path / "classifier"
+    if labels is None:  # a language model has no classes
+        build_model(str(model), ModelConfig(id=str(model)), 0).save_pretrained(folder)
+    else:
+        build_model(str(model), ModelConfig(id=str(model)), 0, head="text", labels=labels).save_pretrained(folder)
+    load_tokenizer(str(model), ModelConfig(id=str(model))).save_pretrained(folder)
+    planned(tmp_path, model, labelled_rows(12))
+    with pytest.raises(ModelError, match=says):
+        of_evaluation(tmp_path / "config.yaml", [], folder)
 
 
 def test_images_need_no_tokenizer(tmp_path: Path, model: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from drumline import __version__
 from drumline.checkpoint.load import pointed
@@ -26,13 +27,14 @@ from drumline.models.build import build_model
 from drumline.models.export import _known_as, export, plan_of
 from drumline.models.shards import canonical_tensors
 from drumline.models.templates import read_template
-from tests.tiny import CHATML, tiny_model_dir
+from tests.tiny import CHATML, tiny_architecture_dir, tiny_model_dir
 
 TEMPLATE = CHATML + "{# own #}"
 
 
-def write_plan(run: Path, model: dict[str, Any], model_path: str | None) -> Plan:
-    config = Config.model_validate({"model": model, "data": {"train": [{"kind": "file", "path": "x.jsonl"}]}})
+def write_plan(run: Path, model: dict[str, Any], model_path: str | None, kind: str = "sft") -> Plan:
+    data = {"train": [{"kind": "file", "path": "x.jsonl"}]}
+    config = Config.model_validate({"model": model, "algorithm": {"kind": kind}, "data": data})
     plan = Plan(
         config=config, run_dir=str(run), mesh=Mesh(), engine="native", device="cpu", backend="gloo", precision="fp32",
         batch=BatchPlan(global_samples=1, micro_batch=1, accumulation=1, eval_micro_batch=1),
@@ -45,12 +47,12 @@ def write_plan(run: Path, model: dict[str, Any], model_path: str | None) -> Plan
 
 def save_steps(run: Path, plan: Plan, metrics: list[float | None]) -> dict[int, dict[str, torch.Tensor]]:
     """One checkpoint for each metric, the weights moved on between; what each step's weights were."""
-    model = build_model(plan.model_path, plan.config.model, seed=0)
+    model = build_model(plan.model_path, plan.config.model, seed=0, head=plan.config.head)
     checkpointer = Checkpointer(run / "checkpoints", keep=9, keep_best=True, mode="min", asynchronous=False)
     weights = {}
     for step, metric in enumerate(metrics, start=1):
         torch.manual_seed(step)
-        for p in model.parameters():
+        for p in filter(lambda p: p.requires_grad, model.parameters()):
             p.data += 0.1 * torch.randn_like(p)
         extra = {"optim.x.step": torch.ones(1)}
         checkpointer.save(step, canonical_tensors(model) | extra, {"step": step}, metric)
@@ -154,6 +156,41 @@ def test_texts_end_where_a_template_ends_answers(tmp_path: Path) -> None:
     out = export(tmp_path / "run", tmp_path / "out", "last").path
     assert GenerationConfig.from_pretrained(out).eos_token_id == [0, 2]
     assert AutoTokenizer.from_pretrained(out).chat_template == read_template("chatml")
+
+
+def test_the_padding_of_a_reward_model_ends_no_text(tmp_path: Path) -> None:
+    """transformers finds the last token before the padding: with one token for both it would read the score one place too early."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = tiny_model_dir(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": 5}))
+    save_steps(tmp_path / "run", write_plan(tmp_path / "run", {"id": str(folder)}, str(folder), "reward"), [1.0])
+    out = export(tmp_path / "run", tmp_path / "out", "last").path
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    assert model.config.pad_token_id == tokenizer.pad_token_id != tokenizer.eos_token_id
+    short = [{"role": "user", "content": "one"}]
+    texts = [tokenizer.apply_chat_template(turns, tokenize=False).strip() for turns in (short, [*short, *short])]
+    assert texts[0].endswith(tokenizer.eos_token)
+    both = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits
+    assert torch.allclose(both[0], model(**tokenizer(texts[:1], return_tensors="pt")).logits[0], atol=1e-5)
+
+
+def test_what_a_class_freezes_comes_from_the_models_files(tmp_path: Path) -> None:
+    """A checkpoint has the trainable weights alone; the biases of these routers keep the values that the files give them."""
+    folder = tmp_path / "model"
+    tiny_architecture_dir(folder, "ernie4_5_moe", layers=2)
+    tensors = load_file(folder / "model.safetensors")
+    (bias,) = [name for name in tensors if "e_score_correction_bias" in name]
+    tensors[bias] += torch.arange(4.0)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = save_steps(tmp_path / "run", write_plan(tmp_path / "run", {"id": str(folder)}, str(folder)), [1.0])
+    found = read_back(export(tmp_path / "run", tmp_path / "out", "last").path)
+    (read,) = [value for name, value in found.items() if name.endswith("e_score_correction_bias")]  # by another name than in the files
+    assert same(found, weights[1]) and torch.equal(read, tensors[bias])
 
 
 def test_all_that_goes_with_the_weights(run: Path, tmp_path: Path) -> None:

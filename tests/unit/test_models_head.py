@@ -15,7 +15,7 @@ from drumline.data.batches import TokenBatch
 from drumline.errors import ModelError, PlanError
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective, can_split, outputs, require_next_token, split
-from drumline.models.load import facts, load_config
+from drumline.models.load import facts, load_config, on_meta
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA |= {"vocab_size": 64}
@@ -115,6 +115,13 @@ class LooksAhead(LlamaForCausalLM):
         super().__init__(config)
         for layer in self.model.layers:
             layer.self_attn.is_causal = False
+
+
+@pytest.mark.parametrize("values", [{"num_key_value_heads": 8}, {"num_attention_heads": 4, "num_key_value_heads": 3}])
+def test_numbers_that_do_not_fit_each_other_are_one_line(values: dict[str, Any]) -> None:
+    config = {"model_type": "llama", **LLAMA, **values}
+    with pytest.raises(ModelError, match=r"a small copy of LlamaForCausalLM does not run: .* heads of keys and values"):
+        require_next_token(on_meta(load_config(None, ModelConfig(id=None, config=config))), "cpu", packed=False)
 
 
 @pytest.mark.parametrize("packed", [False, True])

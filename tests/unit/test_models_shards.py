@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from drumline.core.model import ModelConfig
+from drumline.errors import ModelError
 from drumline.models.build import build_model, lay_out
+from drumline.models.freeze import learning
 from drumline.models.load import facts, load_config
 from drumline.models.shards import Drawn, FromFiles, Loaded, Values
 from drumline.models.small import small_copy
-from tests.tiny import tiny_model_dir
+from tests.tiny import tiny_architecture_dir, tiny_model_dir
 from tests.unit.test_models_head import KINDS, LLAMA, build
 
 MORE: dict[str, dict[str, Any]] = {
@@ -78,15 +80,46 @@ def test_a_converted_checkpoint_is_loaded_whole(tmp_path: Path, caplog: pytest.L
     assert line.startswith("the whole model is built on each rank: transformers converts model.layers.0")
 
 
-def test_tied_weights_that_differ_in_the_files_are_not_laid_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = tiny_model_dir(tmp_path / "model")
+@pytest.mark.parametrize("converted", [False, True])
+def test_tied_weights_that_differ_in_the_files_are_refused(tmp_path: Path, converted: bool) -> None:
+    """Whether the files are read in parts or by transformers: it would not tie them, and train another model than the config says."""
+    folder = tmp_path / "model"
+    tiny_architecture_dir(folder, "mixtral", layers=1) if converted else tiny_model_dir(folder)
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    for head, laid_out in ((tensors["model.embed_tokens.weight"].clone(), True), (tensors["model.embed_tokens.weight"] + 1, False)):
-        save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
-        _, source = lay_out(str(folder), ModelConfig(id=str(folder)), seed=0)
-        assert isinstance(source, FromFiles) is laid_out
-    assert "should be one tensor and differ" in caplog.text
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, metadata={"format": "pt"})
+    model = build_model(str(folder), ModelConfig(id=str(folder)), seed=0)
+    assert model.lm_head.weight is model.model.embed_tokens.weight, "alike they are one"
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lm_head.weight one weight, and its files hold two that differ"):
+        build_model(str(folder), ModelConfig(id=str(folder)), seed=0)
+    both = build_model(str(folder), ModelConfig(id=str(folder), config={"tie_word_embeddings": False}), seed=0)
+    assert torch.equal(both.lm_head.weight, both.model.embed_tokens.weight + 1)
+
+
+def test_what_its_class_freezes_stays_frozen_in_a_model_that_is_read_whole(tmp_path: Path) -> None:
+    tiny_architecture_dir(tmp_path, "ernie4_5_moe", layers=2)
+    given = ModelConfig(id=str(tmp_path))
+    drawn, read = build_model(str(tmp_path), given.model_copy(update={"init": "random"}), 0), build_model(str(tmp_path), given, 0)
+    assert learning(read) == learning(drawn) and len(learning(read)) < len(list(read.parameters()))
+
+
+def test_packed_weights_of_fp8_are_unpacked_and_no_longer_called_packed(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if "proj" in name]:
+        tensors[f"{name}_scale_inv"] = torch.full((1, 1), 0.01)
+        tensors[name] = (tensors[name] / 0.01).to(torch.float8_e4m3fn)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    packed = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": packed}))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    for init in ("pretrained", "random"):
+        model = build_model(str(folder), ModelConfig(id=str(folder), init=init), seed=0)
+        assert not hasattr(model.config, "quantization_config") and {p.dtype for p in model.parameters()} == {torch.float32}, init
+        same = torch.allclose(model.get_parameter(name), tensors[name].float() * 0.01)
+        assert same is (init == "pretrained")
 
 
 def test_what_a_checkpoint_holds_is_not_read(tmp_path: Path) -> None:
