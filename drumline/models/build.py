@@ -144,8 +144,8 @@ def _as_laid_out(built: Any, laid_out: Any, where: str) -> None:
     read = dict(built.named_parameters(remove_duplicate=False))
     for name in frozen & read.keys():
         read[name].requires_grad_(False)
-    for first, *others in aliases(laid_out):
-        for other in others:
+    for first, *rest in aliases(laid_out):
+        for other in rest:
             if first in read and other in read and read[first] is not read[other]:
                 raise torn(first, other, where)
 
