@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from drumline.compat import accelerate as acc
 from drumline.compat import groups
 from drumline.compat.deepspeed import clip, found, new_path, power_of_two, tracker
 from drumline.compat.groups import NO_SCHEDULES, SCHEDULES, step_count
 from drumline.compat.mixtures import hold_out, mixture
-from drumline.compat.rules import Rule, flag, gone, if_on, later, name_list, number, one_of, only, read, switch, to, whole
-from drumline.compat.sheet import AUTO, Lacking, Old, Sheet, refuse, shown
+from drumline.compat.preferences import PREFERENCES
+from drumline.compat.rules import Defaults, Rule, fill, flag, gone, if_on, later, name_list, number, one_of, only, read, switch, to, whole
+from drumline.compat.sheet import AUTO, Lacking, Old, Sheet, refuse
 from drumline.core.mistakes import by_word
 
 
@@ -90,7 +90,6 @@ def _distributed(sheet: Sheet, old: Old) -> None:
         later("distributed_strategy")(sheet, old)
 
 
-Defaults = dict[str, tuple[Any, str]]  # dotted key → value, and the name in the old file
 SECRET = "secrets belong in the environment (HF_TOKEN), not in a config"
 ATTENTION = {name: name for name in ("auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")}
 CHECKPOINTING = {"true": "full", "full": "full", "selective": "selective", "false": "none", "none": "none", "no": "none"}
@@ -311,7 +310,7 @@ def training_arguments(
     """Put training arguments on the sheet. `more`: rules of a tool that lie over the table; `first`: what it does before groups are
     combined; `defaults`: its own, over transformers'. Raises ConfigError by the old file's line."""
     flat = [each for old in olds for each in flatten(old)]
-    read({**acc.TABLE, **TABLE, **groups.PREFERENCES, **(more or {})}, sheet, flat, what)
+    read({**acc.TABLE, **TABLE, **PREFERENCES, **(more or {})}, sheet, flat, what)
     first(sheet)
     groups.combine(sheet)
     acc.combine(sheet)
@@ -339,18 +338,3 @@ DEFAULTS: Defaults = {
     "precision.kind": ("fp32", "bf16"),
     "data.packing": (False, "packing"),
 }
-
-
-def fill(sheet: Sheet, old: Old, defaults: Defaults, whose: str) -> None:
-    """Set a tool's own defaults, with one note. `old`: any key of the file."""
-    filled = []
-    for dotted, (value, name) in defaults.items():
-        section = dotted.partition(".")[0]
-        if sheet.get(dotted) is not None or (dotted == "run.epochs" and sheet.get("run.steps")):
-            continue
-        if (section == "batch" and sheet.get("batch.global_samples")) or (section == "adapter" and section not in sheet.values):
-            continue
-        sheet.put(dotted, value, replace(old, key=name, value=value, place=(name,)))
-        filled.append(f"{dotted} {shown(value)}")
-    if filled:
-        sheet.notes.append(f"{old.source.name}: not set there, so {whose} own defaults: {', '.join(filled)}")

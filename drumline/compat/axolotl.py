@@ -13,16 +13,15 @@ from drumline.compat.arguments import (
     OUTSIDE,
     SECRET,
     SUMS,
-    Defaults,
     called,
     optimizer,
     training_arguments,
 )
 from drumline.compat.deepspeed import found, new_path, tracker
-from drumline.compat.groups import put_algorithm
 from drumline.compat.llama_factory import KERNELS, LORA_PLUS, guess_stage, patience, pure_bf16, waits_as
 from drumline.compat.mixtures import hold_out
-from drumline.compat.rules import Rule, flag, gone, if_on, later, name_list, number, one_of, only, read, switch, to, whole
+from drumline.compat.preferences import put_algorithm
+from drumline.compat.rules import Defaults, Rule, flag, gone, if_on, later, name_list, number, one_of, only, read, switch, to, whole
 from drumline.compat.sheet import AUTO, Old, Sheet, pop, refuse
 from drumline.compat.trl import ROLLOUT, grpo_loss, rollouts, template
 from drumline.core.mistakes import by_word

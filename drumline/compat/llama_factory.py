@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drumline.compat.arguments import HUB, LOGS, NEUTRAL, OUTSIDE, SECRET, Defaults, called, training_arguments
+from drumline.compat.arguments import HUB, LOGS, NEUTRAL, OUTSIDE, SECRET, called, training_arguments
 from drumline.compat.deepspeed import load_file, new_path, tracker
-from drumline.compat.groups import put_algorithm
 from drumline.compat.mixtures import hold_out
-from drumline.compat.rules import Rule, flag, gone, if_on, later, name_list, number, one_of, only, switch, to, whole
+from drumline.compat.preferences import put_algorithm
+from drumline.compat.rules import Defaults, Rule, flag, gone, if_on, later, name_list, number, one_of, only, switch, to, whole
 from drumline.compat.sheet import AUTO, Old, Sheet, pop, refuse, shown
 from drumline.compat.trl import ROLLOUT, rollouts, template
 from drumline.core.mistakes import by_word

@@ -11,6 +11,7 @@ from drumline.core.registry import nearest
 
 Rule = Callable[[Sheet, Old], None]
 Convert = Callable[[Old], Any]
+Defaults = dict[str, tuple[Any, str]]  # dotted key → value, and the name in the old file
 
 
 def flag(old: Old) -> bool:
@@ -133,3 +134,18 @@ def read(table: Mapping[str, Rule], sheet: Sheet, olds: list[Old], what: str, pr
             if not sheet.lenient:
                 raise
             sheet.note(old, f"left out: {error.what} — {error.fix}")
+
+
+def fill(sheet: Sheet, old: Old, defaults: Defaults, whose: str) -> None:
+    """Set a tool's own defaults, with one note. `old`: any key of the file."""
+    filled = []
+    for dotted, (value, name) in defaults.items():
+        section = dotted.partition(".")[0]
+        if sheet.get(dotted) is not None or (dotted == "run.epochs" and sheet.get("run.steps")):
+            continue
+        if (section == "batch" and sheet.get("batch.global_samples")) or (section == "adapter" and section not in sheet.values):
+            continue
+        sheet.put(dotted, value, replace(old, key=name, value=value, place=(name,)))
+        filled.append(f"{dotted} {value if isinstance(value, list) else shown(value)}")
+    if filled:
+        sheet.notes.append(f"{old.source.name}: not set there, so {whose} own defaults: {', '.join(filled)}")

@@ -8,10 +8,10 @@ import shlex
 from dataclasses import replace
 from typing import Any
 
-from drumline.compat.arguments import LOGS, NEUTRAL, Defaults, training_arguments
+from drumline.compat.arguments import LOGS, NEUTRAL, training_arguments
 from drumline.compat.deepspeed import found, load_file
-from drumline.compat.groups import put_algorithm
-from drumline.compat.rules import Rule, flag, gone, later, name_list, number, one_of, only, switch, to, whole
+from drumline.compat.preferences import put_algorithm
+from drumline.compat.rules import Defaults, Rule, flag, gone, later, name_list, number, one_of, only, switch, to, whole
 from drumline.compat.sheet import Old, Sheet, Source, pop
 from drumline.core.mistakes import by_word
 from drumline.core.model import TEMPLATES
