@@ -215,6 +215,8 @@ def _checked(part: str, name: str, value: Any, origin: str, number: int, padded:
         except UnicodeEncodeError as error:
             raise DataError(f"row {number}: column {name!r} holds a lone surrogate, which is no text", where=origin) from error
         return value
+    if part in ("prompt", "completion", "chosen", "rejected") and isinstance(value, Mapping) and {"role", "content"} <= value.keys():
+        value = [value]  # one message
     if part in ("text", "image") or not isinstance(value, list) or not value:
         found = "null" if value is None else "an empty list" if value == [] else type(value).__name__
         wants = {"text": "text", "image": "a path", "messages": "a list of messages"}.get(part, "text or a list of messages")

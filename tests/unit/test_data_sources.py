@@ -54,6 +54,15 @@ def test_the_three_forms_and_their_mapping(tmp_path: Path) -> None:
     assert mapped[0].values == {"prompt": "p", "completion": "c"}
 
 
+def test_one_message_is_a_list_of_one_where_a_list_may_be(tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": "yes"}
+    jsonl(tmp_path / "a.jsonl", {"q": CHAT[:1], "a": answer})
+    (found,) = rows(tmp_path, kind="file", path="a.jsonl", columns={"prompt": "q", "completion": "a"})
+    assert found.values == {"prompt": CHAT[:1], "completion": [answer]}
+    jsonl(tmp_path / "b.jsonl", {"q": CHAT[:1], "a": {"text": "yes"}})
+    assert "column 'a' is dict" in complaint(tmp_path, kind="file", path="b.jsonl", columns={"prompt": "q", "completion": "a"})
+
+
 def test_tables(tmp_path: Path) -> None:
     with (tmp_path / "a.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([["prompt", "completion"], ["one,\ntwo", "x" * 200_000], ["ü", "007"]])
