@@ -31,7 +31,9 @@ def _trackers(sheet: Sheet, old: Old) -> None:
             raise Lacking(f"no tracker {name!r} here", where=old.where, fix=f"there are {', '.join(known)}")
     if "all" in names:
         sheet.note(old, "TensorBoard; name others one by one")
-    sheet.put("run.report_to", ["tensorboard"] if "all" in names else [name for name in names if name in known], old)
+    given = ["tensorboard"] if "all" in names else [name for name in names if name in known]
+    before = sheet.get("run.report_to", [])  # of switches for one tracker, which stand above
+    sheet.put("run.report_to", [*given, *(name for name in before if name not in given)], old, over=before)
 
 
 def called(key: str) -> Rule:
@@ -193,7 +195,7 @@ TABLE: dict[str, Rule] = by_word(
         "max_seq_length max_length max_seq_len block_size cutoff_len model_max_length": to("data.max_length", whole),
         "packing": to("data.packing", flag),
         "truncation_mode": to("data.truncation", one_of({"keep_start": "right", "keep_end": "left"})),
-        "assistant_only_loss completion_only_loss": to("data.learn_on", lambda old: "assistant" if flag(old) else "all"),
+        "assistant_only_loss completion_only_loss": later("assistant_only_loss"),
         "train_on_inputs": to("data.learn_on", lambda old: "all" if flag(old) else "assistant"),
         "dataset_num_proc preprocessing_num_workers": to("data.workers", whole),
         "dataloader_prefetch_factor": to("data.prefetch", whole),

@@ -115,7 +115,13 @@ def _enabled(then: Rule) -> Rule:
 
 
 def tracker(name: str) -> Rule:
-    return lambda sheet, old: sheet.put("run.report_to", [*sheet.values.get("run", {}).pop("report_to", []), name], old)
+    """The tracker `name` is one more."""
+
+    def rule(sheet: Sheet, old: Old) -> None:
+        before = sheet.get("run.report_to", [])
+        sheet.put("run.report_to", [*before, *[name] * (name not in before)], old, over=before)
+
+    return rule
 
 
 def clip(old: Old) -> float | None:

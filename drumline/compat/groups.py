@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,8 +13,10 @@ from drumline.compat import accelerate as acc
 from drumline.compat.deepspeed import PRECISIONS, STAGES, deepspeed_config, found, load_file, new_path, own_deepspeed_file
 from drumline.compat.mixtures import mixer
 from drumline.compat.preferences import preferences
-from drumline.compat.rules import flag, name_list, number, one_of, whole
-from drumline.compat.sheet import Old, Sheet, contradiction, pop, refuse, shown
+from drumline.compat.rules import flag, name_list, number, one_of, read, to, whole
+from drumline.compat.sheet import Lacking, Old, Sheet, contradiction, pop, refuse, shown
+from drumline.core.algorithm import AlgorithmSpec
+from drumline.core.registry import find
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
              "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd", "wsd": "wsd"}  # fmt: skip
@@ -31,12 +35,26 @@ def combine(sheet: Sheet) -> None:
         sheet.note(ratio, f"without effect: {steps.where} says {shown(steps.value)}")
 
 
+# What transformers', TRL's and LLaMA-Factory's evaluations call metrics that have another name here.
+METRICS = {
+    "rewards/accuracies": "accuracy", "rewards/margins": "margin", "rewards/chosen": "reward_chosen",
+    "rewards/rejected": "reward_rejected", "logps/chosen": "log_prob_chosen", "logps/rejected": "log_prob_rejected",
+    "mean_token_accuracy": "token_accuracy",
+}  # fmt: skip
+
+
 def _best(sheet: Sheet) -> None:
     """greater_is_better: as transformers has it, by default for every metric whose name does not end in `loss`."""
     old = pop(sheet, "metric_for_best_model", "greater_is_better")
     metric, greater = old.get("metric_for_best_model"), old.get("greater_is_better")
     if metric is not None:
-        sheet.put("eval.metric", str(metric.value).removeprefix("eval_"), metric)
+        name, kind = str(metric.value).removeprefix("eval_"), str(sheet.get("algorithm.kind", "sft"))
+        name = "token_accuracy" if name == "accuracy" and kind in ("sft", "pretrain") else METRICS.get(name, name)
+        spec = find(AlgorithmSpec, kind)
+        if sheet.lenient and spec is not None and name not in spec.metrics and not name.startswith("reward/"):
+            sheet.lacks(metric, f"{kind} measures no {name!r}", f"there are {', '.join(spec.metrics)}")
+            return
+        sheet.put("eval.metric", name, metric)
     if used := greater or metric:
         rises = flag(used) if used is greater else not str(used.value).endswith("loss")
         sheet.put("eval.mode", "max" if rises else "min", used)
@@ -77,11 +95,25 @@ def _warmup(sheet: Sheet) -> None:
         part = used is ratio or number(used) < 1
         sheet.put(f"schedule.warmup_{'ratio' if part else 'steps'}", number(used) if part else whole(used), used)
         sheet.put("schedule.warmup_from_zero", True, used)
-    for each in old["lr_scheduler_kwargs"].inside() if "lr_scheduler_kwargs" in old else ():
-        if each.key not in ("min_lr", "min_lr_rate", "min_lr_ratio"):
-            raise refuse(each, f"no {each.key} here", "schedule has warmup_steps, warmup_ratio, min_ratio and decay_ratio")
-        low, lr = number(each), sheet.get("optimizer.lr") or 5e-5
-        sheet.put("schedule.min_ratio", low / lr if each.key == "min_lr" else low, each)
+    for each in _from_json(old["lr_scheduler_kwargs"]).inside() if "lr_scheduler_kwargs" in old else ():
+        steps_, decays = sheet.get("run.steps"), sheet.get("schedule.kind") == "wsd"
+        if each.key in ("min_lr", "min_lr_rate", "min_lr_ratio"):
+            low, lr = number(each), sheet.get("optimizer.lr") or 5e-5
+            sheet.put("schedule.min_ratio", low / lr if each.key == "min_lr" else low, each)
+        elif each.key == "num_decay_steps" and decays and steps_ and 0 < whole(each) <= steps_:
+            sheet.put("schedule.decay_ratio", whole(each) / steps_, each)
+        elif each.key == "num_decay_steps" and decays and not steps_:
+            sheet.lacks(each, "it is a part of all steps here, and max_steps is not set", "set schedule.decay_ratio")
+        elif (each.key, each.value) not in (("decay_type", "linear"), ("warmup_type", "linear"), ("num_cycles", 0.5)):
+            sheet.lacks(each, f"no {each.key} here", "schedule has warmup_steps, warmup_ratio, min_ratio and decay_ratio")
+
+
+def _from_json(old: Old) -> Old:
+    """Keys and values that a command gives as JSON."""
+    try:
+        return replace(old, value=json.loads(old.value)) if isinstance(old.value, str) and old.value else old
+    except (ValueError, RecursionError):
+        return old
 
 
 def _dtype(sheet: Sheet) -> None:
@@ -102,7 +134,7 @@ def _dtype(sheet: Sheet) -> None:
 def step_count(old: Old) -> int:
     """A number of steps. Raises ConfigError for a part of the run (0.1): its length is known only after the data is read."""
     if 0 < number(old) < 1:
-        raise refuse(old, f"{old.value} of all steps", "write a number of steps")
+        raise Lacking(f"{old.value} of all steps", where=old.where, fix="write a number of steps")
     return whole(old)
 
 
@@ -128,8 +160,10 @@ def _intervals(sheet: Sheet) -> None:
         if kind != "steps":
             if every is not None and strategy is not None:
                 sheet.note(every, f"without effect: {strategy.key} is {kind}")
+        elif every is not None and (part := _part_of_run(sheet, every)) is not None:
+            sheet.put(dotted, part, every)
         elif every is not None:
-            sheet.put(dotted, _part_of_run(sheet, every) or step_count(every), every)
+            read({every.key: to(dotted, step_count)}, sheet, [every], "training arguments")
         elif strategy is not None and default:
             sheet.put(dotted, default, strategy)
 
@@ -144,6 +178,8 @@ def _data(sheet: Sheet) -> None:
                "validation_file", "max_train_samples", "max_eval_samples", "dataset_text_field", "prompt_column", "completion_column",
                "messages_column")  # fmt: skip
     columns = {part: str(old[name].value) for part, name in COLUMNS.items() if name in old}
+    if answers := sheet.waiting.pop("assistant_only_loss", None):  # or completion_only_loss: either does it
+        sheet.put("data.learn_on", "assistant" if flag(answers) else "all", answers)
     if columns.get("text") in ("text", "messages"):
         del columns["text"]  # TRL's default, which it passes over for rows of messages
     for part, files, split, limit in (
@@ -163,7 +199,10 @@ def _data(sheet: Sheet) -> None:
             keys = {"id": "dataset_name", "name": "dataset_config", "split": split}
             hub: dict[str, Any] = {"kind": "hub", **{key: str(old[name].value) for key, name in keys.items() if name in old}}
             if "dataset_streaming" in old and flag(old["dataset_streaming"]):
-                hub["streaming"] = True
+                if "limit" in rest:
+                    hub["streaming"] = True
+                else:
+                    sheet.note(old["dataset_streaming"], f"data.{part} is read whole: a stream needs {limit}")
             sheet.put(f"data.{part}", [{**hub, **rest}], old["dataset_name"])
 
 
@@ -301,6 +340,17 @@ def _batch_norm(sheet: Sheet) -> None:
         sheet.put("model.sync_batchnorm_ranks", whole(size), size)
 
 
+def _targets(sheet: Sheet, old: Old) -> None:
+    """adapter.targets: names of layers, or a word for several. PEFT also takes a pattern, as one text."""
+    names = name_list(old)
+    if (word := next((name for name in names if name in ("all-linear", "attention")), None)) is not None:
+        sheet.put("adapter.targets", word, old)
+    elif isinstance(old.value, str) and re.search(r"[\\^$*+?()\[\]{}|]", old.value):
+        sheet.lacks(old, "layers are named, not by a pattern", "list the ends of their names: adapter.targets: [q_proj, v_proj]")
+    elif names:
+        sheet.put("adapter.targets", names, old)
+
+
 def _adapter(sheet: Sheet) -> None:
     keys: dict[str, tuple[str, Callable[[Old], Any]]] = {
         "lora_r": ("r", whole), "lora_alpha": ("alpha", number), "lora_dropout": ("dropout", number), "use_rslora": ("rslora", flag),
@@ -326,6 +376,6 @@ def _adapter(sheet: Sheet) -> None:
         if name in old:
             sheet.put(f"adapter.{key}", convert(old[name]), old[name])
     if (targets := old.get("lora_target_modules")) is not None:
-        sheet.put("adapter.targets", targets.value if targets.value in ("all-linear", "attention") else name_list(targets), targets)
+        _targets(sheet, targets)
     if bits:
         sheet.put("adapter.quantize", bits[0].removeprefix("load_in_"), old[bits[0]])

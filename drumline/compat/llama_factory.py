@@ -123,8 +123,16 @@ READ = {
 DEFAULTS: Defaults = {
     "data.max_length": (2048, "cutoff_len"),
     "adapter.r": (8, "lora_rank"),
+    "adapter.alpha": (16, "lora_alpha"),
     "adapter.targets": ("all-linear", "lora_target"),
     "memory.activation_checkpointing": ("full", "disable_gradient_checkpointing"),
+}
+# Of stage ppo: its files have these keys for inference, too.
+SAMPLING: Defaults = {
+    "algorithm.generator.max_new_tokens": (1024, "max_new_tokens"),
+    "algorithm.generator.temperature": (0.95, "temperature"),
+    "algorithm.generator.top_p": (0.7, "top_p"),
+    "algorithm.generator.top_k": (50, "top_k"),
 }
 
 
@@ -133,11 +141,12 @@ def llama_factory(sheet: Sheet, olds: list[Old]) -> None:
     olds = [old for old in olds if old.value is not None] or olds
     stage = next((old for old in olds if old.key == "stage"), replace(olds[0], key="stage", value="sft", place=("stage",)))
     kind = one_of(STAGES)(stage)
-    table = {**ROLLOUT, **TABLE} if kind == "ppo" else TABLE
+    table = {**ROLLOUT, **TABLE, "cutoff_len": later("max_prompt_length")} if kind == "ppo" else TABLE
     if kind != "ppo":  # its files have them for inference
         table = {**dict.fromkeys(("temperature", "top_p", "top_k", "repetition_penalty", "max_new_tokens"), gone(SERVING)), **table}
         table["max_new_tokens"] = gone(SERVING)
-    training_arguments(sheet, olds, table, "LLaMA-Factory's arguments", lambda sheet: _combine(sheet, stage, kind), DEFAULTS)
+    defaults = DEFAULTS | (SAMPLING if kind == "ppo" else {"data.packing": (True, "packing")} if kind == "pretrain" else {})
+    training_arguments(sheet, olds, table, "LLaMA-Factory's arguments", lambda sheet: _combine(sheet, stage, kind), defaults)
 
 
 def _combine(sheet: Sheet, stage: Old, kind: str) -> None:
@@ -155,7 +164,7 @@ def _combine(sheet: Sheet, stage: Old, kind: str) -> None:
     if "pref_loss" not in sheet.waiting:
         put_algorithm(sheet, kind, stage)
     if kind == "ppo":
-        rollouts(sheet, stage)
+        rollouts(sheet, stage, SAMPLING["algorithm.generator.max_new_tokens"][0], DEFAULTS["data.max_length"][0])
     guess_stage(sheet)
     patience(sheet)
     for part, key in (("train", "dataset"), ("eval", "eval_dataset")):
@@ -180,15 +189,17 @@ def _sources(sheet: Sheet, names: Old, folder: Old | None, most: Old | None, kin
             guess = nearest(name, list(known))
             raise refuse(names, f"{path} has no dataset {name!r}", f"did you mean {guess!r}?" if guess else "add it there")
         entry = known[name].by_key()
-        limit_of = {"limit": whole(entry["num_samples"])} if "num_samples" in entry else limit
+        limits = [*limit.values(), *([whole(entry["num_samples"])] if "num_samples" in entry and entry["num_samples"].value else [])]
         source = _place(sheet, known[name], entry, path.parent)
         columns = _columns(sheet, known[name], entry, kind)
-        made.append({**source, **limit_of, **({"columns": columns} if columns else {})})
+        made.append({**source, **({"limit": min(limits)} if limits else {}), **({"columns": columns} if columns else {})})
     return made
 
 
 def _place(sheet: Sheet, old: Old, entry: dict[str, Old], folder: Path) -> dict[str, Any]:
     rest = {ours: str(entry[theirs].value) for ours, theirs in (("name", "subset"), ("split", "split")) if theirs in entry}
+    if "folder" in entry and entry["folder"].value and {"hf_hub_url", "ms_hub_url"} & entry.keys():
+        sheet.lacks(entry["folder"], "all files of the dataset are read", "{kind: file, path: hf://datasets/OWNER/NAME/FOLDER}")
     for key, prefix in (("hf_hub_url", ""), ("ms_hub_url", "modelscope:")):
         if key in entry:
             return {"kind": "hub", "id": f"{prefix}{entry[key].value}", **rest}

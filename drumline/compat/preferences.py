@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
-from drumline.compat.rules import Rule, flag, later, name_list, number, to
+from drumline.compat.rules import Defaults, Rule, fill, flag, later, name_list, number, to
 from drumline.compat.sheet import Old, Sheet, contradiction, pop, refuse
 from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.mistakes import by_word
@@ -24,6 +24,7 @@ assert _DPO is not None
 # Loss there → kind of algorithm here. All but two are losses of DPO, with the same names.
 LOSSES = {"simpo": "simpo", "orpo": "orpo", **dict.fromkeys((*get_args(_DPO.model_fields["loss"].annotation), "sft"), "dpo")}
 PAIRS_RATE = 1e-6  # what TRL's trainers for pairs take
+SIMPO: Defaults = {"algorithm.beta": (0.1, "beta"), "algorithm.gamma": (0.5, "simpo_gamma")}  # of all three tools
 PREFERENCES: dict[str, Rule] = by_word(
     {
         "loss_type pref_loss loss_weights cpo_alpha pref_ftx": later(),
@@ -52,6 +53,9 @@ def preferences(sheet: Sheet) -> None:
     for each in (old[name] for name in ("cpo_alpha", "pref_ftx") if name in old):
         if number(each):
             sheet.put("algorithm.sft_weight", number(each), each)
+    if sheet.get("algorithm.kind") == "simpo":
+        given = old.keys() & {"cpo_alpha", "pref_loss", "pref_ftx"}  # LLaMA-Factory adds no likelihood
+        fill(sheet, sheet.origins["algorithm", "kind"], SIMPO if given else {**SIMPO, "algorithm.sft_weight": (1.0, "cpo_alpha")}, "its")
 
 
 def _losses(sheet: Sheet, old: Old, weights: Old | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,7 +29,7 @@ def number(old: Old, whole: bool = False) -> float:
     """A number, also as text: PyYAML reads 1e-5 as text, so old files may have put it in quotes."""
     try:
         found = float(old.value)
-        if isinstance(old.value, bool) or (whole and not found.is_integer()):
+        if isinstance(old.value, bool) or not math.isfinite(found) or (whole and not found.is_integer()):
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         wanted, example = ("a whole number", "2") if whole else ("a number", "1.0e-5")

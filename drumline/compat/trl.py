@@ -11,7 +11,7 @@ from typing import Any
 from drumline.compat.arguments import LOGS, NEUTRAL, training_arguments
 from drumline.compat.deepspeed import found, load_file
 from drumline.compat.preferences import put_algorithm
-from drumline.compat.rules import Defaults, Rule, flag, gone, later, name_list, number, one_of, only, switch, to, whole
+from drumline.compat.rules import Defaults, Rule, fill, flag, gone, later, name_list, number, one_of, only, switch, to, whole
 from drumline.compat.sheet import Old, Sheet, Source, pop
 from drumline.core.mistakes import by_word
 from drumline.core.model import TEMPLATES
@@ -38,7 +38,7 @@ def template(sheet: Sheet, old: Old) -> None:
 
 GENERATOR = "algorithm.generator"
 VLLM = ("vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_gpu_memory_utilization")
-PROMPT = 1024  # tokens that a prompt may have where nobody sets a limit
+PROMPT, COMPLETION = 1024, 512  # tokens that a prompt may have where nobody sets a limit, and TRL's default for its completion
 # What trainers with rollouts add; Axolotl's section `trl` and LLaMA-Factory's ppo have some of it, too.
 ROLLOUT: dict[str, Rule] = by_word(
     {
@@ -70,12 +70,17 @@ ROLLOUT: dict[str, Rule] = by_word(
         "sync_ref_model use_bias_correction_kl whiten_rewards normalize_advantages": only(why=NEUTRAL, fix="remove it"),
         "top_entropy_quantile": only(1.0, 1, why=NEUTRAL, fix="remove it"),
         "steps_per_generation generation_batch_size": gone("a rollout has algorithm.minibatches × batch.global_samples episodes"),
-        "max_prompt_length": gone("data.max_length holds the prompt and its completion"),
+        "max_prompt_length": later(),
         "num_mini_batches": to("algorithm.minibatches", whole),
         "log_completions num_completions_to_print log_unique_prompts log_multimodal num_sample_generations": gone(LOGS),
         "ds3_gather_for_generation cache_implementation vllm_enable_sleep_mode vllm_model_impl": gone("the generator sees to it"),
     }
 )
+# The same where nothing is sampled.
+IDLE: dict[str, Rule] = {
+    **dict.fromkeys(ROLLOUT, gone("without effect: only trainers that sample completions read it", None)),
+    **dict.fromkeys(("max_prompt_length", "max_completion_length"), gone("data.max_length holds the prompt and its completion", None)),
+}
 # What other trainers add.
 MORE: dict[str, Rule] = by_word(
     {
@@ -90,6 +95,8 @@ MORE: dict[str, Rule] = by_word(
     }
 )
 _RATE = {"sft": 2e-5, "reward": 1e-4, "ppo": 3e-6}
+# PEFT's own for Llama, Qwen, Mistral and Gemma. A model that has no such layers is refused, and never trained on others.
+PEFT: Defaults = {"adapter.targets": (["q_proj", "v_proj"], "lora_target_modules")}
 _LORA: Defaults = {"adapter.r": (16, "lora_r"), "adapter.alpha": (32, "lora_alpha"), "adapter.dropout": (0.05, "lora_dropout")}
 
 
@@ -106,7 +113,9 @@ def defaults_of(trainer: str) -> Defaults:
     if trainer == "rloo":
         made |= {"algorithm.estimator": ("rloo", "trl rloo"), "algorithm.kl.coefficient": (0.05, "beta")}
     if trainer in ("grpo", "rloo", "ppo"):
-        made[f"{GENERATOR}.max_new_tokens"] = (53 if trainer == "ppo" else 512, "max_completion_length")
+        made[f"{GENERATOR}.max_new_tokens"] = (53 if trainer == "ppo" else COMPLETION, "max_completion_length")
+    if trainer == "ppo":
+        made[f"{GENERATOR}.temperature"] = (0.7, "temperature")
     return made
 
 
@@ -119,11 +128,12 @@ def trl_arguments(sheet: Sheet, olds: list[Old], trainer: str | None = None) -> 
         trainer = next((name for name, its in hints.items() if its & keys), None) or _by_folder(keys, olds[0].source.name)
     if trainer is None:
         training_arguments(sheet, olds, MORE)
-        return
-    more = {**ROLLOUT, **MORE}
-    if TRAINERS[trainer] in ("grpo", "ppo"):
-        more |= {"beta": to("algorithm.kl.coefficient", number), "loss_type": grpo_loss}
-    training_arguments(sheet, olds, more, f"`trl {trainer}`", lambda sheet: combine(sheet, trainer, olds[0]), defaults_of(trainer))
+    else:
+        more = {**IDLE, **MORE}
+        if TRAINERS[trainer] in ("grpo", "ppo"):
+            more |= {**ROLLOUT, "beta": to("algorithm.kl.coefficient", number), "loss_type": grpo_loss}
+        training_arguments(sheet, olds, more, f"`trl {trainer}`", lambda sheet: combine(sheet, trainer, olds[0]), defaults_of(trainer))
+    fill(sheet, olds[0], PEFT, "PEFT's")
 
 
 def _by_folder(keys: set[str], name: str) -> str | None:
@@ -146,8 +156,12 @@ def combine(sheet: Sheet, trainer: str, old: Old) -> None:
     """The algorithm of a trainer, and its rewards and generator."""
     kind = TRAINERS[trainer]
     if kind in ("grpo", "ppo"):
-        rollouts(sheet, old)
-    if kind == "sft" and sheet.get("data.learn_on") is None:
+        rollouts(sheet, old, defaults_of(trainer)[f"{GENERATOR}.max_new_tokens"][0])
+    evaluates, named = sheet.waiting.get("eval_strategy"), {"dataset_name", "dataset_test_split"} & sheet.waiting.keys()
+    if evaluates is not None and str(evaluates.value).lower() not in ("no", "false") and named == {"dataset_name"}:
+        sheet.waiting["dataset_test_split"] = replace(evaluates, key="dataset_test_split", value="test", place=("dataset_test_split",))
+        sheet.note(evaluates, "on the split `test`, TRL's default for dataset_test_split")
+    if kind == "sft" and sheet.get("data.learn_on") is None and "assistant_only_loss" not in sheet.waiting:
         sheet.notes.append(f"{old.source.name}: `messages` are learned by the assistant's turns; TRL's default is all: data.learn_on: all")
     loss = sheet.waiting.pop("loss_type", None) if kind != "dpo" else None
     if loss is not None and loss.value not in (kind, "nll"):
@@ -156,8 +170,22 @@ def combine(sheet: Sheet, trainer: str, old: Old) -> None:
         put_algorithm(sheet, kind, replace(old, key=trainer, value=trainer, place=(trainer,)))
 
 
-def rollouts(sheet: Sheet, old: Old) -> None:
-    """Rewards, and what generates. A reward function of TRL gets lists of completions; Drumline's gets one."""
+def rollouts(sheet: Sheet, old: Old, completion: int = COMPLETION, prompt: int = PROMPT) -> None:
+    """Rewards, what generates, and how long it may become: `completion` and `prompt` are the tokens of either where nothing says it. TRL's
+    reward functions get lists of completions; Drumline's get one."""
+    _rewards(sheet, old)
+    _generator(sheet, old)
+    longest = sheet.waiting.pop("max_prompt_length", None)
+    if sheet.get("data.max_length") is None:
+        prompt = whole(longest) if longest else prompt
+        length = prompt + int(sheet.get(f"{GENERATOR}.max_new_tokens", completion))
+        sheet.put("data.max_length", length, longest or old)
+        sheet.notes.append(f"{old.source.name}: data.max_length {length}: {prompt} tokens of a prompt, and a completion")
+    elif longest:
+        sheet.note(longest, "without effect: data.max_length holds the prompt and its completion")
+
+
+def _rewards(sheet: Sheet, old: Old) -> None:
     given = pop(sheet, "reward_funcs", "reward_weights", "reward_model_name_or_path", "reward_model_path", "reward_model")
     functions, weights = given.pop("reward_funcs", None), given.pop("reward_weights", None)
     rewards: list[dict[str, Any]] = [{"kind": "model", "model": {"id": str(each.value)}} for each in given.values()]
@@ -175,6 +203,9 @@ def rollouts(sheet: Sheet, old: Old) -> None:
         sheet.put("algorithm.rewards", rewards, functions or old)
     else:
         sheet.notes.append(f"{old.source.name}: no reward function is named: set algorithm.rewards")
+
+
+def _generator(sheet: Sheet, old: Old) -> None:
     vllm = pop(sheet, "use_vllm", *VLLM)
     use = vllm.pop("use_vllm", None)
     if use is not None and flag(use):
@@ -190,10 +221,6 @@ def rollouts(sheet: Sheet, old: Old) -> None:
         sheet.put(f"{GENERATOR}.kind", "hf", old)
     for each in vllm.values():
         sheet.note(each, "without effect" if use is not None and flag(use) else "without effect: use_vllm is not on")
-    if sheet.get("data.max_length") is None:
-        length = PROMPT + int(sheet.get(f"{GENERATOR}.max_new_tokens", 512))
-        sheet.put("data.max_length", length, old)
-        sheet.notes.append(f"{old.source.name}: data.max_length {length}: {PROMPT} tokens of a prompt, and a completion")
 
 
 def command_in(text: str) -> tuple[str, list[str], str] | None:
