@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +19,12 @@ from drumline.compat.arguments import (
     training_arguments,
 )
 from drumline.compat.deepspeed import found, new_path, tracker
-from drumline.compat.llama_factory import KERNELS, LORA_PLUS, guess_stage, patience, pure_bf16, waits_as
+from drumline.compat.llama_factory import KERNELS, LORA_PLUS, guess_stage, patience, pure_bf16
 from drumline.compat.mixtures import hold_out
 from drumline.compat.preferences import put_algorithm
 from drumline.compat.rules import Defaults, Rule, flag, gone, if_on, later, name_list, number, one_of, only, read, switch, to, whole
 from drumline.compat.sheet import AUTO, Old, Sheet, pop, refuse
-from drumline.compat.trl import ROLLOUT, grpo_loss, rollouts, template
+from drumline.compat.trl import IDLE, ROLLOUT, defaults_of, grpo_loss, rollouts, template
 from drumline.core.mistakes import by_word
 
 WHAT = "Axolotl's config"
@@ -59,10 +60,14 @@ def _wandb(sheet: Sheet, old: Old) -> None:
         called("project")(sheet, old)
 
 
-def _trl(sheet: Sheet, old: Old) -> None:
-    """The section of GRPO."""
-    table = {**ROLLOUT, "beta": to("algorithm.kl.coefficient", number), "loss_type": grpo_loss}
-    read(table, sheet, old.inside(), f"{WHAT}'s trl")
+def _trl(table: dict[str, Rule]) -> Rule:
+    """The section of TRL's arguments."""
+    return lambda sheet, old: read(table, sheet, old.inside(), f"{WHAT}'s trl")
+
+
+def _template(sheet: Sheet, old: Old) -> None:
+    template(sheet, old)
+    sheet.waiting["chat_template"] = old
 
 
 TABLE: dict[str, Rule] = LORA_PLUS | by_word(
@@ -98,8 +103,7 @@ TABLE: dict[str, Rule] = LORA_PLUS | by_word(
         "evals_per_epoch": to("eval.every", _part_of_epoch),
         "saves_per_epoch": to("checkpoint.every", _part_of_epoch),
         "save_first_step": gone("checkpoint.every saves at its multiples"),
-        "lora_target_linear": if_on(waits_as("lora_target_modules", lambda old: "all-linear")),
-        "lora_target_modules": waits_as("lora_target_modules", name_list),
+        "lora_target_linear dp_replicate_size dp_shard_size": later(),
         "peft_use_dora": later("use_dora"),
         "peft_use_rslora": later("use_rslora"),
         "peft_init_lora_weights": to("adapter.init", one_of({"pissa": "pissa", "true": "zero", "gaussian": "zero"})),
@@ -113,7 +117,7 @@ TABLE: dict[str, Rule] = LORA_PLUS | by_word(
         "relora relora_prune_ratio peft_layers_to_transform loftq_config lora_rank_pattern": only(why=NEUTRAL, fix="remove it"),
         "unfrozen_parameters freeze_mm_modules": only(why="what is trained is not named", fix="name what to freeze in model.freeze"),
         "special_tokens tokens added_tokens_overrides": only(why="the tokenizer's own are used", fix="model.tokenizer names another"),
-        "chat_template": template,
+        "chat_template": _template,
         "chat_template_jinja chat_template_kwargs eot_tokens default_system_message": only(
             why="the model's own chat template is used", fix="write yours to a file: model.chat_template"
         ),
@@ -124,15 +128,14 @@ TABLE: dict[str, Rule] = LORA_PLUS | by_word(
         "kto_desirable_weight": to("algorithm.desirable_weight", number),
         "kto_undesirable_weight": to("algorithm.undesirable_weight", number),
         "center_rewards_coefficient": to("algorithm.center", number),
-        "trl": _trl,
+        "trl": _trl({**IDLE, "beta": to("algorithm.beta", number)}),
         "dataset_processes": to("data.workers", whole),
         "dataset_prepared_path dataset_keep_in_memory skip_prepare_dataset dataset_shard_idx": gone("the cache is data.cache_dir"),
         "shuffle_merged_datasets": to("data.order", lambda old: "shuffle" if flag(old) else "sequential"),
         "dataset_exact_deduplication curriculum_sampling min_sample_len": only(why=NEUTRAL, fix="see docs/data.md"),
         "early_stopping_patience": later("patience"),
-        "fsdp_version fsdp_final_state_dict_type dp_shard_size ddp trainer_cls": gone("strategy says it"),
+        "fsdp_version fsdp_final_state_dict_type ddp trainer_cls": gone("strategy says it"),
         "strict": gone("every key is checked"),
-        "dp_replicate_size": to("strategy.replicate", whole),
         "sequence_parallel_degree": later("cp"),
         "heads_k_stride ring_attn_func": gone("strategy.cp_method says it"),
         "wandb_project": _wandb,
@@ -163,7 +166,11 @@ DEFAULTS: Defaults = {
 def axolotl(sheet: Sheet, olds: list[Old]) -> None:
     """Put a whole file on the sheet. Raises ConfigError by the old file's line."""
     given = [old for old in olds if old.value is not None]  # its files have many keys without a value
-    training_arguments(sheet, given, TABLE, WHAT, lambda sheet: _combine(sheet, given[0]), DEFAULTS)
+    table, defaults = TABLE, DEFAULTS
+    if any(old.key == "rl" and str(old.value).lower() == "grpo" for old in given):
+        table = {**TABLE, "trl": _trl({**ROLLOUT, "beta": to("algorithm.kl.coefficient", number), "loss_type": grpo_loss})}
+        defaults = DEFAULTS | {dotted: each for dotted, each in defaults_of("grpo").items() if dotted.startswith("algorithm.")}
+    training_arguments(sheet, given, table, WHAT, lambda sheet: _combine(sheet, given[0]), defaults)
 
 
 def _combine(sheet: Sheet, first: Old) -> None:
@@ -183,16 +190,69 @@ def _combine(sheet: Sheet, first: Old) -> None:
     elif "pretraining_dataset" in old and old["pretraining_dataset"].value:
         rl, algorithm = old["pretraining_dataset"], "pretrain"
         old.setdefault("datasets", rl)
+    elif "loss_type" not in sheet.waiting and _all_are(old.get("datasets"), DOCUMENTS, short=True):
+        rl, algorithm = old["datasets"], "pretrain"
+        sheet.put("data.packing", True, rl, over=False)
+        sheet.note(rl, "all are documents: algorithm pretrain, which cuts them into pieces of data.max_length")
     if "loss_type" not in sheet.waiting:
         put_algorithm(sheet, algorithm, rl or first)
+    if algorithm == "pretrain" and sheet.get("data.truncation") is None:
+        sheet.put("data.truncation", "right", rl or first)
     if algorithm == "grpo":
         rollouts(sheet, rl or first)
+    _defaults(sheet, first)
+    _copies(sheet)
     guess_stage(sheet)
     patience(sheet)
+    styled = sheet.waiting.pop("chat_template", None)
+    if algorithm == "sft" and styled is None and _all_are(old.get("datasets"), INSTRUCTIONS):
+        sheet.put("model.chat_template", "alpaca", old["datasets"])
+        sheet.note(old["datasets"], "all have Alpaca's prompt, as there: model.chat_template")
     for part, key in (("train", "datasets"), ("eval", "test_datasets")):
         if key in old and old[key].value:
             sheet.put(f"data.{part}", _sources(sheet, old[key], algorithm), old[key])
     hold_out(sheet, old.get("val_set_size"))
+
+
+def _defaults(sheet: Sheet, first: Old) -> None:
+    """Warm-up where nothing sets it, and all linear layers where they are on."""
+    constant = getattr(sheet.origins.get(("schedule", "kind")), "value", None) == "constant"
+    if not {"warmup_steps", "warmup_ratio"} & sheet.waiting.keys() and not constant:
+        steps = sheet.get("run.steps")
+        key, value = ("warmup_steps", min(int(0.03 * steps), 100)) if steps else ("warmup_ratio", 0.03)
+        sheet.waiting[key] = made = replace(first, key=key, value=value, place=(key,))
+        sheet.note(made, "not set there, so its own default" + ("" if steps else ", which is 100 steps at most"))
+    linear, named = sheet.waiting.pop("lora_target_linear", None), sheet.waiting.get("lora_target_modules")
+    if linear is not None and flag(linear):
+        if named is not None and named.value != "all-linear":
+            sheet.note(named, "without effect: lora_target_linear takes all linear layers")
+        sheet.waiting["lora_target_modules"] = replace(linear, value="all-linear")
+
+
+def _copies(sheet: Sheet) -> None:
+    """dp_replicate_size copies of dp_shard_size shards: FSDP, or DDP where nothing is cut."""
+    old = pop(sheet, "dp_replicate_size", "dp_shard_size")
+    copies, shards = old.get("dp_replicate_size"), old.get("dp_shard_size")
+    cut = bool({"fsdp", "fsdp_config"} & sheet.waiting.keys()) or (shards is not None and whole(shards) > 1)
+    if copies is not None and whole(copies) > 1:
+        if cut:
+            sheet.put("strategy.kind", "fsdp2", copies)
+            sheet.put("strategy.replicate", whole(copies), copies)
+        elif "deepspeed" not in sheet.waiting:
+            sheet.put("strategy.kind", "ddp", copies)
+    if shards is not None:
+        sheet.note(shards, "shards go over all processes that tp, cp and replicate leave")
+
+
+DOCUMENTS = ("completion", "pretrain")
+INSTRUCTIONS = ("alpaca", "gpteacher", "jeopardy", "oasst")  # types of datasets that have Alpaca's prompt
+
+
+def _all_are(old: Old | None, types: tuple[str, ...], short: bool = False) -> bool:
+    """Whether all datasets have one of these types; `short`: or a variant of it, as `completion:name`."""
+    items = old.value if old is not None and isinstance(old.value, list) else []
+    kinds = [str(item.get("type")) if isinstance(item, dict) else "" for item in items]
+    return bool(kinds) and {re.split(r"[.:]", kind)[0] if short else kind for kind in kinds} <= set(types)
 
 
 def _sources(sheet: Sheet, old: Old, algorithm: str) -> list[dict[str, Any]]:
@@ -241,11 +301,36 @@ def _columns(sheet: Sheet, entry: dict[str, Old], algorithm: str) -> dict[str, s
         if rest := sorted(inner.keys() - ours.keys()):
             sheet.lacks(kind, f"{', '.join(rest)}: prompts are made by the chat template", "rename the columns")
         return {ours[key]: name for key, name in inner.items() if key in ours}
-    word = "" if kind is None else str(kind.value).partition(".")[0].partition(":")[0]
-    if algorithm == "pretrain" or word in ("completion", "pretrain"):
+    word = "" if kind is None else re.split(r"[.:]", str(kind.value))[0]
+    if algorithm == "pretrain" or word in DOCUMENTS:
+        if algorithm != "pretrain":
+            sheet.note(entry["type"], "beside chats a long document is not cut into pieces: data.truncation drops it, or its end")
         return {"text": given.get("field", given.get("text_column", "text"))}
-    if word not in ("", "alpaca", "alpaca_chat", "sharegpt", "chat_template", "chatml", "llama3", "gpteacher", "jeopardy", "oasst"):
+    if algorithm == "sft" and word in INSTRUCTIONS and sheet.get("model.chat_template") is None:
+        sheet.note(entry["type"], "the prompt is made by the chat template; Axolotl's is model.chat_template: alpaca")
+    if word not in ("", "alpaca_chat", "sharegpt", "chat_template", "chatml", "llama3", *INSTRUCTIONS):
         sheet.note(entry["type"], "unknown here: the columns tell the format, or data.train[N].columns (docs/data.md)")
-    if word == "chat_template" and (name := given.get("field_messages", "messages")) not in ("messages", "conversations"):
-        return {"messages": name}
-    return {part: given[f"field_{part}"] for part in ("chosen", "rejected") if given.get(f"field_{part}", part) != part}
+    sides = {part: given[f"field_{part}"] for part in ("chosen", "rejected") if given.get(f"field_{part}", part) != part}
+    return _of_chats(sheet, entry, given, algorithm, sides) if word == "chat_template" else sides
+
+
+# Columns of messages that are found without a mapping, in any form of messages.
+TALKS = ("conversations", "conversation", "messages", "dialogue", "dialog", "trajectory", "chat")
+PROPERTIES = {"role": ("role", "from"), "content": ("content", "value")}
+
+
+def _of_chats(sheet: Sheet, entry: dict[str, Old], given: dict[str, str], algorithm: str, sides: dict[str, str]) -> dict[str, str]:
+    """`columns` of rows for a chat template: of pairs the messages are the prompt, unless both answers are whole conversations."""
+    name, made = given.get("field_messages", "messages"), dict[str, str]()
+    if algorithm in ("dpo", "orpo", "simpo", "reward") and (sides or name not in TALKS):
+        whole_talks = "argilla" in given["type"]
+        made = {**({} if whole_talks else {"prompt": name}), "chosen": "chosen", "rejected": "rejected", **sides}
+    elif name not in TALKS:
+        made = {"messages" if algorithm == "sft" else "prompt": name}
+    maps = entry["message_property_mappings"].by_key() if "message_property_mappings" in entry else {}
+    old_names = {part: entry[f"message_field_{part}"] for part in PROPERTIES if f"message_field_{part}" in entry}
+    for part, each in {**old_names, **maps}.items():
+        names = PROPERTIES.get(part, (part,))[: 1 if made else None]  # mapped columns hold messages as they are here
+        if each.value and each.value not in names:
+            sheet.lacks(each, f"it is {' or '.join(names)} here", "rename it in the rows")
+    return made

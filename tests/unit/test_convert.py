@@ -10,9 +10,11 @@ import pytest
 import yaml
 
 from drumline import cli
+from drumline.compat.axolotl import TALKS
 from drumline.compat.convert import convert
 from drumline.compat.llama_factory import READ
 from drumline.core.load import load
+from drumline.data import formats
 from drumline.data.turns import ROLES
 from drumline.errors import ConfigError
 from tests.harness import ROOT
@@ -124,6 +126,107 @@ def test_a_command_and_its_file() -> None:
     assert values["optimizer"]["lr"] == 2e-5 and "TRL's default is all" in notes
 
 
+# A file, what its config then has, and what a line says: first of Axolotl.
+AX = "base_model: a/b\nsequence_len: 64\nlearning_rate: 1e-4\n"
+TALK = AX + "rl: dpo\ndatasets: [{path: p.jsonl, type: chat_template.KIND, field_messages: NAME, MORE}]\n"
+TALK_SFT = TALK.replace("rl: dpo\n", "").replace("MORE", "message_property_mappings: {role: ROLE, content: value}")
+DOCUMENTS = AX + "datasets: [{path: d.jsonl, type: completion, field: body}]\n"
+LF = "model_name_or_path: a/b\ndataset: c/d\ndataset_dir: ONLINE\n"
+HF = "train_file: x.jsonl\n"
+LORA = AX + "datasets: [{path: c/d, type: sharegpt}]\nadapter: lora\n"
+SIMPO = {"kind": "simpo", "beta": 0.1, "gamma": 0.5}
+SAMPLED = {"kind": "hf", "max_new_tokens": 1024, "temperature": 0.95, "top_p": 0.7, "top_k": 50}
+MEANT: list[tuple[str, dict[str, Any], str]] = [
+    (TALK.replace("KIND", "default").replace("NAME", "conversation").replace("MORE", "field_chosen: better, field_rejected: worse"),
+     {"data.train.0.columns": {"prompt": "conversation", "chosen": "better", "rejected": "worse"}}, ""),
+    (TALK.replace("KIND", "default").replace("NAME", "conversation").replace(", MORE", ""), {"data.train.0.columns": None}, ""),
+    (TALK.replace("KIND", "default").replace("NAME", "talk").replace(", MORE", ""),
+     {"data.train.0.columns": {"prompt": "talk", "chosen": "chosen", "rejected": "rejected"}}, ""),
+    (TALK.replace("KIND", "argilla_chat").replace("field_messages: NAME, MORE", "field_chosen: better"),
+     {"data.train.0.columns": {"chosen": "better", "rejected": "rejected"}}, ""),
+    (TALK_SFT.replace("NAME", "dialog").replace("ROLE", "from"), {"data.train.0.columns": None}, ""),
+    (TALK_SFT.replace("NAME", "dialog").replace("ROLE", "speaker"), {}, "mappings.role: 'speaker': left out: it is role or from here"),
+    (TALK_SFT.replace("NAME", "talk").replace("ROLE", "from"),
+     {"data.train.0.columns": {"messages": "talk"}}, "mappings.role: 'from': left out: it is role here"),
+    (DOCUMENTS, {"algorithm": "pretrain", "data.packing": True, "data.truncation": "right", "data.train.0.columns.text": "body"},
+     "datasets: a list: all are documents: algorithm pretrain"),
+    (DOCUMENTS.replace("}]", "}, {path: c/d, type: sharegpt}]"), {"algorithm": "sft", "data.truncation": "drop"},
+     "datasets.0.type: 'completion': beside chats a long document is not cut"),
+    (AX + "pretraining_dataset: [{path: d.jsonl}]\n", {"algorithm": "pretrain", "data.truncation": "right", "data.packing": False}, ""),
+    (LORA, {"schedule": {"kind": "cosine", "warmup_ratio": 0.03, "warmup_from_zero": True}}, "warmup_ratio: 0.03: not set there"),
+    (LORA + "max_steps: 1000\n", {"schedule.warmup_steps": 30}, "warmup_steps: 30: not set there"),
+    (LORA + "warmup_steps: 0\n", {"schedule": "cosine"}, ""),
+    (LORA + "lora_target_modules: all-linear\n", {"adapter.targets": "all-linear"}, ""),
+    (LORA + "lora_target_linear: true\nlora_target_modules: [q_proj]\n", {"adapter.targets": "all-linear"},
+     "modules: a list: without effect"),
+    (LORA + "lora_target_modules: [q_proj]\nlora_target_linear: true\n", {"adapter.targets": "all-linear"},
+     "modules: a list: without effect"),
+    (LORA + "lora_target_modules: 'model.layers.[0-3].(q|k)_proj'\n", {"adapter": "lora"},
+     "left out: layers are named, not by a pattern"),
+    (LORA + "dp_replicate_size: 2\n", {"strategy": "ddp"}, ""),
+    (LORA + "dp_replicate_size: 2\ndp_shard_size: 4\n", {"strategy": {"kind": "fsdp2", "replicate": 2}},
+     "dp_shard_size: 4: shards go over all"),
+    (LORA.replace("sharegpt", "alpaca"), {"model.chat_template": "alpaca"}, "all have Alpaca's prompt"),
+    (LORA.replace("sharegpt", "alpaca") + "chat_template: chatml\n", {"model": {"id": "a/b"}},
+     "'alpaca': the prompt is made by the chat template"),
+    (LORA + "rl: simpo\n", {"algorithm": {**SIMPO, "sft_weight": 1.0}}, "algorithm.gamma 0.5"),
+    (LORA + "rl: dpo\ntrl: {beta: 0.3, max_completion_length: 9}\n", {"algorithm.beta": 0.3},
+     "max_completion_length: 9: data.max_length holds"),
+    (LORA + "rl: grpo\n", {"algorithm.group_size": 8, "algorithm.generator.max_new_tokens": 512}, ""),
+    # of LLaMA-Factory
+    (LF + "stage: pt\n", {"data.packing": True, "adapter.r": 8, "adapter.alpha": 16}, "data.packing true"),
+    (LF + "stage: pt\npacking: false\n", {"data.packing": False}, ""),
+    (LF + "stage: dpo\npref_loss: simpo\n", {"algorithm": SIMPO}, "algorithm.beta 0.1"),
+    (LF + "stage: ppo\nreward_model: r/m\n", {"algorithm.generator": SAMPLED, "data.max_length": 3072}, "2048 tokens of a prompt"),
+    (LF + "stage: ppo\nreward_model: r/m\ncutoff_len: 100\nmax_new_tokens: 20\n", {"data.max_length": 120}, "100 tokens of a prompt"),
+    (LF + "stage: sft\nuse_swanlab: true\nreport_to: none\n", {"run.report_to": ["swanlab"]}, ""),
+    (LF + "stage: sft\nval_size: 0.1\nmetric_for_best_model: eval_accuracy\n", {"eval.metric": "token_accuracy", "eval.mode": "max"}, ""),
+    # of transformers
+    (HF + "lr_scheduler_type: cosine_with_restarts\nlr_scheduler_kwargs: {num_cycles: 2}\n", {"schedule": "linear"},
+     "no num_cycles here"),
+    (HF + "lr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs: {num_decay_steps: 9}\n", {"schedule": "wsd"},
+     "set schedule.decay_ratio"),
+    (HF + "logging_steps: 0.05\n", {"run.log_every": None}, "logging_steps: 0.05: left out"),
+    (HF + "save_steps: 0.05\n", {"checkpoint": None}, "save_steps: 0.05: left out"),
+    (HF + "metric_for_best_model: f1\ngreater_is_better: true\n", {"eval": None}, "sft measures no 'f1'"),
+    ("dataset_name: c/d\ndataset_streaming: true\n", {"data.train": [{"kind": "hub", "id": "c/d"}]}, "a stream needs max_train_samples"),
+    ("dataset_name: c/d\nuse_peft: true\n", {"adapter.targets": ["q_proj", "v_proj"]}, "so PEFT's own defaults: adapter.targets"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "wanted", "says"), MEANT, ids=range(len(MEANT)))
+def test_what_the_tool_would_do(text: str, wanted: dict[str, Any], says: str, tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text(text)
+    values, notes = made(tmp_path / "old.yaml")
+    assert {dotted: at(values, dotted) for dotted in wanted} == wanted and says in notes
+
+
+PAIRS = "--model_name_or_path a/b --dataset_name c/d"
+COMMANDS: list[tuple[str, dict[str, Any], str]] = [
+    ("orpo --max_completion_length 256", {"algorithm": "orpo"}, "256: data.max_length holds the prompt and its completion"),
+    ("dpo --temperature 0.5", {"algorithm": "dpo"}, "without effect: only trainers that sample"),
+    ("grpo --max_prompt_length 100 --max_completion_length 50", {"data.max_length": 150}, "100 tokens of a prompt"),
+    ("grpo --max_prompt_length 100 --max_length 90", {"data.max_length": 90}, "--max_prompt_length: 100: without effect"),
+    ("ppo", {"algorithm.generator.temperature": 0.7, "algorithm.generator.max_new_tokens": 53, "data.max_length": 1077}, "temperature 0.7"),
+    ("dpo --loss_type simpo --beta 2", {"algorithm": {**SIMPO, "beta": 2.0, "sft_weight": 1.0}}, "algorithm.sft_weight 1.0"),
+    ("dpo --metric_for_best_model eval_rewards/accuracies", {"eval": {"metric": "accuracy", "mode": "max"}}, ""),
+    ("sft --assistant_only_loss false --completion_only_loss true", {"data.learn_on": "assistant"}, ""),
+    ("sft --eval_strategy steps --eval_steps 50", {"data.eval": [{"kind": "hub", "id": "c/d", "split": "test"}]}, "on the split `test`"),
+    ("sft --eval_strategy no", {"data.eval": None}, ""),
+    ("sft --use_peft", {"adapter.targets": ["q_proj", "v_proj"], "adapter.r": 16}, "PEFT's own defaults"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "wanted", "says"), COMMANDS, ids=[command for command, _, _ in COMMANDS])
+def test_what_trl_would_do(command: str, wanted: dict[str, Any], says: str) -> None:
+    values, notes = made(["trl", *command.split()[:1], *PAIRS.split(), *command.split()[1:]])
+    assert {dotted: at(values, dotted) for dotted in wanted} == wanted and says in notes
+
+
+def test_talks_are_found_by_the_names_that_formats_have() -> None:
+    assert TALKS == formats.TALKS
+
+
 AXOLOTL = "base_model: a/b\ndatasets: [{path: c/d, type: alpaca}]\nsequence_len: 64\nlearning_rate: 1e-4\n"
 MISTAKES = [
     ("", "the file is empty"),
@@ -137,6 +240,8 @@ MISTAKES = [
     (AXOLOTL + "rl: dpp\n", "old.yaml:5: rl: no 'dpp' here — did you mean 'dpo'?"),
     (AXOLOTL + "micro_batch_size: two\n", "old.yaml:5: micro_batch_size: 'two' given, a whole number is wanted"),
     (AXOLOTL.replace("path", "paht"), "dataset 1 has no path"),
+    (LF + "stage: sft\nval_size: .inf\n", "val_size: inf given, a number is wanted"),
+    (LF + "stage: sft\nval_size: .nan\n", "val_size: nan given, a number is wanted"),
 ]
 
 
@@ -178,6 +283,22 @@ def test_names_that_rows_of_sharegpt_do_not_have_here(entry: dict[str, Any], say
 
 
 OURS = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool", "function_tag": "assistant"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "most", "limit", "says"),
+    [
+        ({"hf_hub_url": "a/b", "num_samples": 50}, 10, 10, ""),
+        ({"hf_hub_url": "a/b", "num_samples": 5}, 10, 5, ""),
+        ({"hf_hub_url": "a/b", "folder": "python"}, None, None, "folder: 'python': left out: all files of the dataset are read"),
+    ],
+)
+def test_how_much_of_a_dataset(entry: dict[str, Any], most: int | None, limit: int | None, says: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps({"songs": entry}))
+    (tmp_path / "old.yaml").write_text(f"model_name_or_path: a/b\nstage: sft\ndataset: songs\nmax_samples: {most or 'null'}\n")
+    values, notes = made(tmp_path / "old.yaml")
+    assert at(values, "data.train.0.limit") == limit and says in notes
 
 
 def test_training_is_strict_where_convert_leaves_out(tmp_path: Path) -> None:
