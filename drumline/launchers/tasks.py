@@ -23,9 +23,10 @@ SCONTROL_SECONDS = 30.0
 JOINED = "DRUMLINE_JOINED"  # of a task: by whose variables it has become a rank
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 REQUIRED = ("RANK", "WORLD_SIZE", *RENDEZVOUS)
-# How many processes have been started of the same command, and which one this is.
-TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-TASK = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+# How many processes have been started of the same command, and which one this is; mpirun may have started its own helpers by srun.
+TASKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+TASK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+PROXIES = ("hydra_", "pmi_proxy")  # of MPICH's and Intel's mpirun, one on each host
 
 
 def join_tasks() -> None:
@@ -48,7 +49,7 @@ def require_rendezvous() -> None:
     if "SLURM_PTY_PORT" in os.environ:
         what = f"this terminal is one of the {tasks} tasks of an srun --pty, and the rest do not hear what is typed"
         fix = "type it in the shell of salloc, or give srun --pty one task: --ntasks=1"
-    elif any(_number(os.environ, name) for name in TASK):
+    elif next((_number(os.environ, name) for name in TASK if name in os.environ), 0):
         raise SystemExit(EnvironmentFault.exit_code)  # task 0 reports it
     else:
         what = f"srun or mpirun has started {tasks} tasks, and none of them knows where to meet the rest: each would train alone"
@@ -58,9 +59,9 @@ def require_rendezvous() -> None:
 
 def step_of_allocation() -> list[str]:
     """The srun that runs a command in all tasks of the allocation that it is called in, by salloc's shell or a batch script. Empty where
-    there is no allocation, where this is a task of it, and where it has one task alone, on this host."""
+    there is no allocation, where this is a task of it or of mpirun, and where it has one task alone, on this host."""
     env = os.environ
-    if joined() or "SLURM_JOB_ID" not in env or env.get("SLURM_STEP_ID", "") not in {"", *NO_TASKS}:
+    if joined() or _of_mpi(env) or "SLURM_JOB_ID" not in env or env.get("SLURM_STEP_ID", "") not in {"", *NO_TASKS}:
         return []
     require_one_group()
     hosts = expand(env.get("SLURM_JOB_NODELIST", ""))
@@ -110,9 +111,14 @@ def become(command: list[str]) -> NoReturn:
 def task_variables(env: Mapping[str, str]) -> dict[str, str]:
     """The variables of this rank; empty where this process is no task of several, or cannot know where rank 0 is. MASTER_ADDR and
     MASTER_PORT stay as the user has set them."""
-    # mpirun starts its own helpers by srun, so its tasks may see the variables of such a step, too.
-    found = _of_open_mpi(env) or _of_hydra(env) or _of_slurm(env)
+    found = (_of_open_mpi(env) or _of_hydra(env)) if _of_mpi(env) else _of_slurm(env)
     return found and found | {name: env[name] for name in RENDEZVOUS if env.get(name)}
+
+
+def _of_mpi(env: Mapping[str, str]) -> bool:
+    """Whether this is a task of mpirun. It starts its own helpers by srun, so that its tasks see the variables of such a step, too; and
+    srun --mpi=pmi2 sets PMI_SIZE without the local rank."""
+    return _number(env, "OMPI_COMM_WORLD_SIZE") > 1 or ("MPI_LOCALRANKID" in env and _number(env, "PMI_SIZE") > 1)
 
 
 def _of_slurm(env: Mapping[str, str]) -> dict[str, str]:
@@ -146,18 +152,34 @@ def _of_open_mpi(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_hydra(env: Mapping[str, str]) -> dict[str, str]:
-    """MPICH's and Intel's mpirun. They do not say where rank 0 is, so several hosts need a MASTER_ADDR."""
+    """MPICH's and Intel's mpirun. They do not say where rank 0 is, so several hosts need a MASTER_ADDR; nor have these a text of this start
+    alone, so that two runs of one user there, of as many ranks, need a MASTER_PORT."""
     names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     if not all(name in env for name in names) or _number(env, "PMI_SIZE") < 2:
         return {}
     rank, size, local_rank, local_size = (env[name] for name in names)
-    host = LOOPBACK if local_size == size else env.get("MASTER_ADDR")
-    # On one host all have the same parent, its proxy.
-    return _rank("mpirun", (rank, size, local_rank, local_size), host, str(os.getppid())) if host else {}
+    numbers = (rank, size, local_rank, local_size)
+    if local_size == size:
+        return _rank("mpirun", numbers, LOOPBACK, str(_proxy()))
+    host = env.get("MASTER_ADDR")
+    return _rank("mpirun", numbers, host, f"{host}.{size}.{os.getuid()}") if host else {}
+
+
+def _proxy() -> int:
+    """The process above all ranks of this host: the nearest proxy of mpirun, with scripts in between; else the parent."""
+    import psutil
+
+    for above in psutil.Process().parents():
+        try:
+            if above.name().startswith(PROXIES):
+                return above.pid
+        except psutil.Error:  # somebody else's
+            continue
+    return os.getppid()
 
 
 def _rank(program: str, numbers: tuple[str, str, str, str], host: str, job: str) -> dict[str, str]:
-    """`job`: a text that all ranks of this start have, and no other start."""
+    """`job`: a text that all ranks of this start have, and other starts do not."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS
     return dict(zip(names, numbers, strict=True)) | {"MASTER_ADDR": host, "MASTER_PORT": str(port), JOINED: program}

@@ -47,7 +47,7 @@ def train(
 ) -> int:
     """`drumline train`: plan, launch, watch. Returns the exit code."""
     myself = ["drumline", *sys.argv[1:]]
-    if srun := step_of_allocation():
+    if (srun := step_of_allocation()) and _trains_in_tasks(config_path, overrides, resume, accelerate_config):
         become([*srun, sys.executable, "-m", *myself])
     die_with_launchers()
     request = requested(config_path, overrides, resume, allow, accelerate_config)
@@ -67,6 +67,15 @@ def train(
     from drumline.train.launched import train as train_launched
 
     return train_launched(request)
+
+
+def _trains_in_tasks(config_path: Path, overrides: list[str], resume: str | None, accelerate_config: Path | None) -> bool:
+    """Whether the tasks of srun are the ranks of a config; else its launcher starts them where it says. A mistake is reported by task 0."""
+    try:
+        loaded = reader(config_path)(overrides, _laid_over(accelerate_config), trusted=resume is None)
+    except UserError:
+        return True
+    return loaded.config.launch.kind in ("local", "slurm")
 
 
 def _ranks_of_node(request: Callable[..., Request]) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from drumline.launchers.tasks import (
     tasks_of_nodes,
     torchrun_of_node,
 )
+from drumline.train.command import _trains_in_tasks
+from tests.harness import ENV
 
 PREFIXES = ("SLURM", "OMPI", "PMI", "MPI_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "DRUMLINE_JOINED")
 JOB = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "localhost,n2", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "4"}
@@ -125,6 +129,16 @@ def test_one_task_trains_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step_of_allocation()[0] == "srun", "the shell of salloc is on the login host"
 
 
+@pytest.mark.parametrize(
+    ("launch", "steps"),
+    [("{}", True), ("{kind: slurm}", True), ("{kind: no-such}", True), ("{kind: ray}", False), ("{kind: ssh, hosts: [a]}", False)],
+)
+def test_srun_is_for_ranks_that_are_its_tasks(launch: str, steps: bool, tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(f"data: rows.jsonl\nlaunch: {launch}\n")
+    assert _trains_in_tasks(config, [], None, None) == steps
+
+
 def test_a_terminal_of_several_tasks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, JOB, STEP, TASK, {"SLURM_PTY_PORT": "4711"})
     assert task_variables(os.environ) == {}
@@ -151,6 +165,47 @@ def test_a_task_of_mpirun_is_a_rank(env: dict[str, str]) -> None:
     assert {name: found[name] for name in wanted} == wanted
     slurm = {**JOB, **STEP, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}  # of mpirun's own helpers
     assert task_variables({**slurm, **env})["WORLD_SIZE"] == "4"
+
+
+def test_ranks_below_scripts_of_their_own_have_one_port(tmp_path: Path) -> None:
+    """`mpirun -np 2 bash run.sh`: a shell that waits stands between the proxy and each rank."""
+    rank = "import os; from drumline.launchers.tasks import task_variables; print(task_variables(os.environ)['MASTER_PORT'])"
+    proxy = tmp_path / "hydra_pmi_proxy"
+    started = """PMI_RANK=$r MPI_LOCALRANKID=$r bash -c '"$0" -c "$1"; true' "$1" "$2\""""
+    proxy.write_text(f"#!/bin/sh\nfor r in 0 1; do {started}; done\n")
+    proxy.chmod(0o755)
+    env = {**ENV, "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
+    two = [subprocess.run([proxy, sys.executable, rank], env=env, capture_output=True, text=True, check=True, timeout=30) for _ in range(2)]
+    ports = [done.stdout.split() for done in two]
+    assert [len(each) for each in ports] == [2, 2] and all(len({*each}) == 1 for each in ports) and ports[0] != ports[1]
+
+
+def test_hosts_of_mpich_have_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = {**HYDRA, "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "head"}
+    found = []
+    for parent in (11, 12):  # another on each host
+        monkeypatch.setattr("os.getppid", lambda parent=parent: parent)
+        found.append(task_variables(several)["MASTER_PORT"])
+    assert found[0] == found[1] != task_variables({**several, "PMI_SIZE": "8"})["MASTER_PORT"]
+    assert task_variables({**several, "MASTER_PORT": "29500"})["MASTER_PORT"] == "29500"
+
+
+@pytest.mark.parametrize("env", [MPI, HYDRA], ids=["Open MPI 5", "MPICH"])
+def test_mpirun_in_an_allocation_is_refused_without_an_address(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    halves = {name: "2" for name in env if name.endswith(("LOCAL_SIZE", "LOCALNRANKS"))}
+    helper = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
+    given(monkeypatch, JOB, helper, {"SLURM_PROCID": "1"}, env, halves)
+    assert task_variables(os.environ) == {}, "the helper's numbers are not the rank's"
+    for name in helper:
+        monkeypatch.delenv(name)  # those of mpirun's own host have no helper above them
+    assert step_of_allocation() == []
+    with pytest.raises(SystemExit):
+        require_rendezvous()
+    given(monkeypatch, {name: "0" for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK") if name in env})
+    with pytest.raises(EnvironmentFault, match=r"4 tasks.*-x MASTER_ADDR=HOST"):
+        require_rendezvous()
+    pmi2 = {**JOB, **STEP, **TASK, "PMI_SIZE": "4", "PMI_RANK": "2"}
+    assert task_variables(pmi2)["DRUMLINE_JOINED"] == "srun", "srun --mpi=pmi2"
 
 
 def test_several_hosts_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
