@@ -13,6 +13,7 @@ import pytest
 
 from drumline.errors import UserError
 from drumline.launchers import runs
+from drumline.launchers.kubernetes import follow
 from tests.kubernetes_api import RUNNING, Api, Look, pod, serving
 from tests.unit.test_kubernetes import DONE, FAILED, on_request, run
 
@@ -79,3 +80,26 @@ def test_stopped_from_elsewhere(later: Any, capsys: Any) -> None:
         runs.stop(folder)
         assert [path.rpartition("/")[2] for method, path, _ in api.requests if method == "DELETE"] == [folder.name]
     assert "go on with --resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_server_that_is_busy_ends_neither_a_display_nor_a_stop(
+    status: int, later: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "LOOK_SECONDS", 0.05)
+    running = Look(pods=[pod("a-0", 0, "Running", state=RUNNING)])
+
+    def refused_once(end: str) -> None:
+        answers = [{end: (status, "apiserver is shutting down")}, {}]
+        on_request(monkeypatch, end, lambda api: setattr(api, "refuse", answers.pop(0) if len(answers) > 1 else answers[0]))
+
+    with later(running, Look(DONE)) as (folder, _):
+        refused_once("/pods")
+        assert runs.follow(folder, lambda event: None) == 0
+        shown = capsys.readouterr().err
+        assert f"the API server does not answer: {status} " in shown and "the run goes on without this display" in shown
+    with later(running, running, Look(DONE), leaving=[running]) as (folder, api):
+        refused_once(folder.name)
+        runs.stop(folder)
+        assert [method for method, _, _ in api.requests].count("DELETE") == 2 and api.deleted.is_set()
+        assert capsys.readouterr().err.count("asked to stop") == 1

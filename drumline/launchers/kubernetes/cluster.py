@@ -23,7 +23,7 @@ GONE = 404
 
 
 class Unreachable(EnvironmentFault):
-    """Nothing answers: it may later."""
+    """Nothing answers, or not now: it may later."""
 
 
 class Refused(EnvironmentFault):
@@ -143,12 +143,16 @@ def _faults() -> Iterator[None]:
 
     try:
         yield
-    except ApiException as error:
-        raise Refused(error.status, f"{error.status} {error.reason}: {redact(_message(error.body))}") from None
-    except HTTPError as error:
-        raise Unreachable(
-            f"the API server does not answer: {redact(str(error))}", where="Kubernetes", fix="see `kubectl version`"
-        ) from None
+    except (ApiException, HTTPError) as error:
+        what = f"{error.status} {error.reason}: {_message(error.body)}" if isinstance(error, ApiException) else str(error)
+        if isinstance(error, ApiException) and not _passing(error.status):
+            raise Refused(error.status, redact(what)) from None
+        raise Unreachable(f"the API server does not answer: {redact(what)}", where="Kubernetes", fix="see `kubectl version`") from None
+
+
+def _passing(status: int) -> bool:
+    """Whether a server that restarts or is busy, or what stands before it, may answer so: 0 is TLS that breaks off."""
+    return status in (0, 429) or status >= 500
 
 
 def _message(body: Any) -> str:

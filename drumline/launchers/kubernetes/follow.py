@@ -41,9 +41,9 @@ class Follower:
                     return LEFT
                 try:
                     if (signals.number or stop) and not stopping:
-                        stopping = True
-                        self._say("asked to stop: the pods save, and end")
+                        self._once("stop", "asked to stop: the pods save, and end")
                         self.cluster.delete(self.api, self.name)
+                        stopping = True
                     code = self._look(stopping)
                     silent = 0.0
                 except Unreachable as fault:
