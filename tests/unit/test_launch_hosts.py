@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -222,8 +223,41 @@ def test_of_hosts_that_come_and_go_those_that_are_there_are_compared(monkeypatch
 def test_the_command_of_a_host_is_quoted() -> None:
     spec = SSHLauncher(hosts=("me@[fe80::1]:2",), python="/opt/my python", workdir="/a'b", options=("-p", "2222"))
     line = ssh_command(spec, "me@[fe80::1]")
-    assert line[0] == "ssh" and "BatchMode=yes" in line and line[-4:-1] == ["-p", "2222", "me@fe80::1"]
+    assert line[0] == "ssh" and "BatchMode=yes" in line and line[-2] == "me@fe80::1" and "-p 2222" in " ".join(line)
     assert line[-1] == """cd '/a'"'"'b' && exec '/opt/my python' -u -m drumline.launchers.hosts.agent"""
+
+
+@pytest.mark.parametrize("values", [{"python": "~/venv/bin/python"}, {"workdir": "~/x"}, {"workdir": "~me"}], ids=str)
+def test_a_home_that_no_shell_writes_out_is_refused(values: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=rf"launch\.{next(iter(values))}.*is read by no shell: write the whole path"):
+        load_values({**DATA, "launch": {"kind": "ssh", "hosts": ["a"], **values}}, [])
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh (apt-get install openssh-client)")
+def test_options_overrule_all_but_that_ssh_asks_nothing() -> None:
+    def known(*options: str) -> dict[str, str]:
+        *line, _ = ssh_command(SSHLauncher(hosts=("localhost",), options=("-F", "/dev/null", *options)), "localhost")
+        done = subprocess.run([line[0], "-G", *line[1:]], capture_output=True, text=True, check=True, timeout=20)
+        return dict(each.split(" ", 1) for each in done.stdout.splitlines())
+
+    given = ("-o", "ConnectTimeout=77", "-oServerAliveInterval=9", "-o", "BatchMode=no", "-A", "-X")
+    wanted = {"connecttimeout": "77", "serveraliveinterval": "9", "batchmode": "yes", "forwardagent": "yes", "forwardx11": "yes"}
+    assert wanted.items() <= known(*given).items()
+    wanted = {"connecttimeout": "10", "serveraliveinterval": "2", "batchmode": "yes", "forwardagent": "no", "forwardx11": "no"}
+    assert wanted.items() <= known().items()
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh (apt-get install openssh-client)")
+def test_hosts_behind_a_proxy_need_the_name_of_an_interface(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("Host a b\n ProxyJump bastion\n")
+    options = ("-F", str(tmp_path / "config"))
+    for hosts in (("a", "b"), ("localhost", "b")):
+        spec = SSHLauncher(hosts=hosts, options=options)
+        for call in (spec.make_hosts, spec.reach):
+            with pytest.raises(EnvironmentFault, match=r"launch\.interface: which address of this host the others reach is not known"):
+                call()
+    reached = SSHLauncher(hosts=("localhost", "b"), options=options, interface="lo").reach()
+    assert (reached["localhost"].address, reached["b"].address) == ("127.0.0.1", "")
 
 
 def test_a_plan_is_of_as_many_hosts_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

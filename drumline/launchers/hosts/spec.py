@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from drumline.core.launcher import LauncherSpec
 from drumline.core.plan import Plan
@@ -22,11 +22,20 @@ if TYPE_CHECKING:
 MOST_PORT = 65534
 
 
+def _whole(path: str) -> str:
+    if path.startswith("~"):
+        raise ValueError(f"{path!r} is read by no shell: write the whole path, without ~")
+    return path
+
+
+HostPath = Annotated[PathText, AfterValidator(_whole)]
+
+
 class HostsLauncher(LauncherSpec):
     """Each host has the same folders and packages, and an agent that starts its ranks."""
 
     short: ClassVar[bool] = False
-    workdir: PathText | None = Field(None, description="The folder on the hosts that relative paths begin in; null: the path of this one.")
+    workdir: HostPath | None = Field(None, description="The folder on the hosts that relative paths begin in; null: the path of this one.")
 
     @field_validator("port")
     @classmethod

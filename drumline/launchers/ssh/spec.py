@@ -12,9 +12,9 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from drumline.core.launcher import Reached, Replans
 from drumline.core.plan import Plan
-from drumline.core.section import PathText, Section
+from drumline.core.section import Section
 from drumline.errors import UserError
-from drumline.launchers.hosts.spec import HostsLauncher
+from drumline.launchers.hosts.spec import HostPath, HostsLauncher
 
 if TYPE_CHECKING:
     from drumline.launchers.hosts.coordinator import Hosts
@@ -49,7 +49,7 @@ class SSHLauncher(HostsLauncher):
         description="Let hosts come and go: the run goes on with those that are there, with the same global batch and order of samples;"
         " null: all of `hosts`, always.",
     )
-    python: PathText | None = Field(None, description="The interpreter on the hosts; null: the path of this one.")
+    python: HostPath | None = Field(None, description="The interpreter on the hosts; null: the path of this one.")
     preflight: bool = Field(
         True, description="Before a run of several hosts: compare versions, names, ports, clocks and disks, and make one all-reduce."
     )

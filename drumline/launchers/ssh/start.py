@@ -36,8 +36,10 @@ from drumline.telemetry.events import Save, Step
 if TYPE_CHECKING:
     from drumline.launchers.ssh.spec import SSHLauncher
 
-# No question on a terminal; and it ends when the host does not answer any more, as the link to the agent does.
-OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3", "-T", "-x", "-a")
+# No question on a terminal; and it ends when the host does not answer any more, as the link to the agent does. Of a setting ssh takes the
+# first value, of a flag the last: launch.options stand between the two, and overrule all but BatchMode.
+FIRST = ("-o", "BatchMode=yes", "-T", "-x", "-a")
+LAST = ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3")
 PROXIES = {"proxyjump", "proxycommand"}
 
 
@@ -96,7 +98,7 @@ def ssh_command(spec: SSHLauncher, name: str, module: str = AGENT) -> list[str]:
     """ssh hands its last argument to a shell on the host."""
     folder, python = spec.workdir or str(Path.cwd()), spec.python or sys.executable
     remote = f"cd {shlex.quote(folder)} && exec {shlex.join([python, '-u', '-m', module])}"
-    return ["ssh", *OPTIONS, *spec.options, name.replace("[", "").replace("]", ""), remote]
+    return ["ssh", *FIRST, *spec.options, *LAST, name.replace("[", "").replace("]", ""), remote]
 
 
 def make_hosts(spec: SSHLauncher, known: Message | None = None) -> Hosts:
@@ -107,7 +109,7 @@ def make_hosts(spec: SSHLauncher, known: Message | None = None) -> Hosts:
     peers = [each[0] for each in found.values() if each]
     here = {known["name"]} if known else {place for place, target in targets.items() if target.here}
     ssh = SSH(spec, here)
-    own_address = _own_address(spec, peers)
+    own_address = _own_address(spec, peers, all(found.values()))
     if known is None and spec.port is not None:
         listen(spec.port, own_address).close()  # ranks take it, after data are prepared
     given = (spec.places, ssh, own_address, spec.port, spec.interface, peers)
@@ -126,7 +128,7 @@ def reach(spec: SSHLauncher) -> dict[str, Reached]:
     targets = _targets(spec)
     found = {place: next(iter(target.addresses), "") for place, target in targets.items()}
     here = {place for place, target in targets.items() if target.here}
-    own = _own_address(spec, [address for address in found.values() if address])
+    own = _own_address(spec, [address for address in found.values() if address], all(found.values()))
     return {place: Reached(own if place in here else found[place], partial(_run, spec, place, place in here)) for place in spec.places}
 
 
@@ -221,17 +223,21 @@ def _target(spec: SSHLauncher, place: str) -> Target:
     return Target(found, here, port)
 
 
-def _own_address(spec: SSHLauncher, peers: list[str]) -> str:
-    """Where this launcher listens: the address of `launch.interface`, else the one that the hosts see. Raises EnvironmentFault where there
-    is none, or several."""
+def _own_address(spec: SSHLauncher, peers: list[str], direct: bool) -> str:
+    """Where this launcher listens: the address of `launch.interface`, else the one that the hosts see; not `direct`: some go by a proxy,
+    and are not among `peers`. Raises EnvironmentFault where there is none, or several."""
     if spec.interface is not None:
         return require_interface(spec.interface)
     sources = {source_address(each) for each in peers if not is_here(each)} - {None}
     if len(sources) > 1:
         what = f"the hosts are reached from several addresses of this one: {', '.join(sorted(map(str, sources)))}"
         raise EnvironmentFault(what, where="launch.hosts", fix="set launch.interface to the one that all of them reach")
-    own = next((each for each in peers if is_here(each) and not is_loopback(each)), "127.0.0.1")
-    return str(next(iter(sources), own))
+    here = next((each for each in peers if is_here(each) and not is_loopback(each)), "127.0.0.1")
+    own = str(next(iter(sources), here))
+    if is_loopback(own) and not direct:
+        what = "which address of this host the others reach is not known: they go by a proxy"
+        raise EnvironmentFault(what, where="launch.interface", fix="name the interface of this host that they reach")
+    return own
 
 
 def submission(spec: SSHLauncher, plan: Plan, plan_path: Path, resume: str | None) -> str:
