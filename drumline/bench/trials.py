@@ -19,7 +19,7 @@ from drumline.core.load import override
 from drumline.core.process import Process, start_command, tied
 from drumline.core.run import EvalConfig
 from drumline.core.signals import NOTHING_LOST, LauncherSignals
-from drumline.errors import UserError
+from drumline.errors import EnvironmentFault, UserError
 from drumline.launchers import runs
 from drumline.launchers.slurm import queue
 from drumline.telemetry.events import Eval, Event, RunEnd, Step, read, series
@@ -120,6 +120,7 @@ class Running:
     log: IO[str] | None
     slurm: bool
     asked_at: float = 0.0
+    gone_at: float | None = None  # when its job was first not in the queue
     stopped: bool = False
 
     def poll(self) -> int | None:
@@ -129,10 +130,16 @@ class Running:
             return None
         if self.slurm and code == 0:
             self.asked_at = time.monotonic()
-            if queue.queued_job(self.trial.folder):
-                return None
-            code = queue.end_of(self.trial.folder)
-            code = 1 if code is None else code
+            try:
+                there = queue.queued_job(self.trial.folder) is not None
+            except EnvironmentFault:
+                return None  # Slurm is busy, or restarts: the job goes on meanwhile
+            code = None if there else queue.end_of(self.trial.folder)
+            self.gone_at = None if there else self.gone_at or self.asked_at
+            if code is None:
+                if self.gone_at is None or self.asked_at - self.gone_at < queue.NOTE_SECONDS:
+                    return None
+                code = 1
         if self.log is not None:
             self.log.close()
         return code

@@ -14,7 +14,7 @@ from drumline.core.files import numbered
 from drumline.core.output import nobody_reads
 from drumline.core.redact import redact
 from drumline.core.signals import LEFT, LauncherSignals
-from drumline.errors import DrumlineError, UserError, printable
+from drumline.errors import DrumlineError, EnvironmentFault, UserError, printable
 from drumline.foreign import open_plain, read_object
 from drumline.launchers import lease
 from drumline.launchers.kubernetes.runs import EXPERIMENTAL, NOTE, Submitted, submitted
@@ -78,11 +78,15 @@ def _state(run: Path, holder: lease.Holder | None) -> State:
 
 
 def _name(run: Path, holder: lease.Holder | None, events: list[Event]) -> str:
-    """running, queued (or about to start, or to end), finished, preempted, stopped, failed, or lost: its launcher has died."""
+    """running, queued (or about to start, or to end), finished, preempted, stopped, failed, lost: its launcher has died, or unknown: Slurm
+    does not answer."""
     if holder is not None and holder.alive:
         return "running"
-    if queue.queued_job(run) is not None:
-        return "queued"
+    try:
+        if queue.queued_job(run) is not None:
+            return "queued"
+    except EnvironmentFault:
+        return "unknown"
     end = _newest(events)
     if isinstance(end, RunEnd):
         return str(end.status)
@@ -104,18 +108,35 @@ def print_logs(run: Path, rank: int | None) -> None:
     attempts = numbered(run / "logs", "attempt-")
     files = sorted(attempts[max(attempts)].glob("rank-*.*"), key=_order) if attempts else []
     found = [path for path in files if path.suffix in (".out", ".log") and path.is_file() and rank in (None, _order(path)[0])]
+    if not found and rank is None and (file := _job_log(run)) is not None:
+        _print(file, "")
+        return
     if not found:
         what = "has no logs" if not files else f"has no logs of rank {rank}"
         raise UserError(what, where=str(run / "logs"), fix="under torchrun, srun and mpirun ranks print where that program does")
     for path in found:
         label = "" if rank is not None else f"rank {_order(path)[0]} | "
-        with open_plain(path, UserError) as file:
-            for line in io.TextIOWrapper(file, encoding="utf-8", errors="replace"):
-                print(f"{label}{printable(redact(line.rstrip()))}")
-                if nobody_reads():
-                    return
+        if not _print(path, label):
+            return
     if not any(path.stat().st_size for path in found):
         print("nothing was printed" + (" by any rank" if rank is None else f" by rank {rank}"), file=sys.stderr)
+
+
+def _print(path: Path, label: str) -> bool:
+    """Whether somebody reads it still."""
+    with open_plain(path, UserError) as file:
+        for line in io.TextIOWrapper(file, encoding="utf-8", errors="replace"):
+            print(f"{label}{printable(redact(line.rstrip()))}")
+            if nobody_reads():
+                return False
+    return True
+
+
+def _job_log(run: Path) -> Path | None:
+    """Where the job of a run says why no rank has started, if it says anything."""
+    job = queue.job_of(run)
+    file = queue.log_of(run, job) if job is not None else None
+    return file if file is not None and file.is_file() and file.stat().st_size else None
 
 
 def _order(path: Path) -> tuple[int, bool]:
@@ -145,7 +166,8 @@ def follow(run: Path, on_event: Emit) -> int:
     noted, events = queue.end_of(run), last(path)
     if noted is None and isinstance(end := _newest(events), RunEnd):
         return end.exit_code
-    print(f"{run}: {_name(run, None, events)}", file=sys.stderr)
+    file = _job_log(run)
+    print(f"{run}: {_name(run, None, events)}" + (f"; see {file}" if file else ""), file=sys.stderr)
     return 1 if noted is None else noted
 
 

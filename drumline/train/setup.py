@@ -29,6 +29,7 @@ from drumline.foreign import disk_errors, require_package
 from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import Machine, detect, free_bytes
 from drumline.launchers import lease
+from drumline.launchers.slurm.queue import forget_job
 from drumline.models import adapters
 from drumline.models import load as models
 from drumline.models.attention import attend_by_documents
@@ -283,6 +284,7 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
         raise EnvironmentFault(what, where=str(run_dir), fix="free space, or choose another disk with run.dir=…")
     _make_fallback(plan)
     fix = "choose another with run.dir=…"
+    forget_job(run_dir)
     with disk_errors("cannot write the run folder", str(run_dir), EnvironmentFault, fix):
         (run_dir / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         write_whole(run_dir / "config.yaml", to_yaml(plan.config), private=True)

@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,18 @@ import psutil
 import pytest
 import yaml
 
+from drumline.bench.trials import Running, Trial
 from drumline.core.load import load, load_values
-from drumline.errors import ConfigError, EnvironmentFault
+from drumline.errors import ConfigError, EnvironmentFault, UserError
 from drumline.hardware.catalog import DEVICES
 from drumline.hardware.detect import Device, Machine
+from drumline.launchers import runs
 from drumline.launchers.lease import Lease
 from drumline.launchers.slurm import job, queue, spec
 from drumline.launchers.slurm.script import script
 from drumline.launchers.slurm.spec import SlurmLauncher
 from drumline.train.command import _placed
-from drumline.train.setup import Request, make_plan
+from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.harness import ENV, ROOT, write_config
 from tests.tiny import tiny_model_dir
 
@@ -69,6 +73,18 @@ def test_hosts_come_and_go_under_ssh_alone(kind: dict[str, str]) -> None:
         ({"extra": ["--nodes=3"]}, "--nodes cannot stand here: set launch.nodes"),
         ({"extra": ["--mem=0\n#SBATCH --array=1"]}, "would not stay on its line"),
         ({"extra": ["exclusive"]}, "is no option of sbatch: write --name=value"),
+        ({"extra": [""]}, "is no option of sbatch"),
+        ({"extra": ["--comment='a"]}, "No closing quotation"),
+        ({"extra": ["--mem=0 --array=0-3"]}, "is more than one option: write each by itself"),
+        ({"extra": ["-H -a 0-3"]}, "is more than one option"),
+        ({"extra": ["-Ha0-3"]}, "is more than one option"),
+        ({"extra": ["--arr=0-3"]}, "--array cannot stand here"),
+        ({"extra": ["--ntasks-per-n=7"]}, "--ntasks-per-node cannot stand here"),
+        ({"extra": ["--gpus=16"]}, "--gpus cannot stand here: set launch.gpus, of each node"),
+        ({"extra": ["-G16"]}, "--gpus cannot stand here"),
+        ({"extra": ["--gpus-per-task=1"]}, "--gpus-per-task cannot stand here: set launch.gpus"),
+        ({"extra": ["--clusters=gpu2"]}, "--clusters cannot stand here: submit on a login host of that cluster"),
+        ({"extra": ["-Mgpu2"]}, "--clusters cannot stand here"),
         ({"partition": "a b"}, "launch.partition"),
         ({"time": "soon"}, "launch.time"),
         ({"nodes": 0}, "launch.nodes"),
@@ -129,6 +145,20 @@ def test_a_plan_for_nodes_that_are_not_here(tmp_path: Path) -> None:
     assert "#SBATCH --ntasks-per-node=8" in plan.config.launch.submission(plan, Path(plan.run_dir) / "plan.json", None)
 
 
+def test_options_that_may_stand_in_extra() -> None:
+    extra = ("--mem=0", "--exclude n[1-2],n7", "-x n3", "-H", "-J name", "--comment='a b'", "--time-min=10", "--wait-all-nodes=1", "-s")
+    assert launch(extra=extra).extra == extra
+
+
+@pytest.mark.parametrize("name", ["a\ntouch here", "a\rb"])
+def test_a_run_folder_that_would_be_a_line_of_the_script_is_refused(name: str, tmp_path: Path) -> None:
+    plan_path = tmp_path / name / "plan.json"
+    for call in (lambda: script(launch(), plan_path, None), lambda: launch().early(load_values(DATA, []).config, plan_path)):
+        with pytest.raises(ConfigError, match=r"^run\.dir: .* would not stay on its line of the batch script") as mistake:
+            call()
+        assert len(mistake.value.line().splitlines()) == 1
+
+
 def test_no_job_outside_of_slurm_and_none_in_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.faults.test_launch import toy
 
@@ -142,9 +172,10 @@ def test_no_job_outside_of_slurm_and_none_in_an_array(tmp_path: Path, monkeypatc
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "3")
     with pytest.raises(EnvironmentFault, match="this one is of an array"):
         job.run(plan, path, None, lambda out, step: ("", None), "x")
-    monkeypatch.setenv("SBATCH_ARRAY_INX", "0-3")
-    with pytest.raises(EnvironmentFault, match="SBATCH_ARRAY_INX would make an array"):
-        queue.submit(launch(), path, None)
+    for name, would in (("SBATCH_ARRAY_INX", "make an array"), ("SBATCH_CLUSTERS", "submit to another cluster")):
+        with monkeypatch.context() as patch, pytest.raises(EnvironmentFault, match=f"{name} would {would}"):
+            patch.setenv(name, "x")
+            queue.submit(launch(), path, None)
     with Lease(tmp_path / "run"):  # it is not held
         pass
 
@@ -175,6 +206,106 @@ def test_without_slurm_it_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
     assert queue.job_of(tmp_path) is None
     (tmp_path / "job.json").write_text("[]")
     assert queue.job_of(tmp_path) is None
+
+
+@pytest.fixture
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets what Slurm answers of each job; a mistake begins with `error:`."""
+    answer, program = tmp_path / "answer", tmp_path / "bin" / "squeue"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\ncase "$(cat {answer})" in error:*) cat {answer} >&2; exit 1;; esac\ncat {answer}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return lambda text: answer.write_text(f"{text}\n") and None
+
+
+def of_job(tmp_path: Path) -> Path:
+    """A run whose job is 7."""
+    from tests.faults.test_launch import toy
+
+    path = toy(tmp_path / "run", "steps", kind="slurm")
+    (path.parent / "job.json").write_text('{"job": "7"}')
+    return path
+
+
+def noted(run: Path, code: int) -> None:
+    (run / "job-end.json").write_text(json.dumps({"job": "7", "exit_code": code}))
+
+
+def test_slurm_that_is_busy_does_not_make_a_job_go_away(tmp_path: Path, squeue: Callable[[str], None]) -> None:
+    run = of_job(tmp_path).parent
+    squeue("error: slurm_load_jobs error: Socket timed out on send/recv operation")
+    for command in (runs.stop, lambda folder: runs.follow(folder, lambda event: None), queue.forget_job):
+        with pytest.raises(EnvironmentFault, match="Socket timed out"):
+            command(run)
+    assert [each.state for each in runs.states(run)] == ["unknown"] and (run / "job.json").is_file()
+    trial = Running(Trial({}, run), None, None, True, asked_at=-100.0)
+    assert trial.poll() is None, "its job goes on meanwhile"
+    squeue("RUNNING None")
+    assert [each.state for each in runs.states(run)] == ["queued"]
+
+
+def test_the_note_of_an_end_may_come_late(tmp_path: Path, squeue: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = of_job(tmp_path).parent
+    squeue("COMPLETED None")
+    trial = Running(Trial({}, run), None, None, True, asked_at=-100.0)
+    assert trial.poll() is None
+    late = threading.Timer(1.5, noted, (run, 0))
+    late.start()
+    assert queue.follow(run, "7", lambda event: None) == 0
+    late.join()
+    trial.asked_at = -100.0
+    assert trial.poll() == 0
+    (run / "job-end.json").unlink()
+    monkeypatch.setattr(queue, "NOTE_SECONDS", 0.0)
+    assert queue.follow(run, "7", lambda event: None) == 1, "there is none"
+
+
+def test_a_job_that_is_refused_notes_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = of_job(tmp_path)
+    plan = job.Plan.load(path)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
+    with Lease(path.parent), pytest.raises(EnvironmentFault, match="run"):
+        job.run(plan, path, None, lambda out, step: ("", None), "x")
+    assert queue.end_of(path.parent) == 2
+    noted(path.parent, 0)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    with pytest.raises(EnvironmentFault, match="srun cannot start"):
+        job.run(plan, path, None, lambda out, step: ("", None), "x")
+    assert queue.end_of(path.parent) == 2
+
+
+def test_a_new_start_forgets_the_job_of_the_one_before(tmp_path: Path, squeue: Callable[[str], None]) -> None:
+    run = of_job(tmp_path).parent
+    squeue("PENDING Priority")
+    with pytest.raises(EnvironmentFault, match="job 7 of this run is PENDING"):
+        queue.forget_job(run)
+    noted(run, 1)
+    for name in ("job.json", "job-end.json"):
+        assert (run / name).is_file()
+    config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), run={"dir": str(run)})
+    request = Request(load(config, []), 1, resume="newest")
+    claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)
+    assert queue.job_of(run) is None and queue.end_of(run) is None and not (run / "job-end.json").exists()
+
+
+def test_why_no_rank_has_started_is_in_the_log_of_the_job(
+    tmp_path: Path, squeue: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = of_job(tmp_path).parent
+    squeue("FAILED NonZeroExitCode")
+    (run / "logs").mkdir()
+    with pytest.raises(UserError, match="has no logs"):
+        runs.print_logs(run, None)
+    log = run / "logs" / "job-7.log"
+    log.write_text("/x/python: No such file or directory\n")
+    runs.print_logs(run, None)
+    assert capsys.readouterr().out == log.read_text()
+    with pytest.raises(UserError, match="has no logs"):
+        runs.print_logs(run, 0)
+    assert runs.follow(run, lambda event: None) == 1
+    assert capsys.readouterr().err == f"{run}: not started; see {log}\n"
 
 
 def test_ends_are_read_from_the_notes_of_tasks(tmp_path: Path) -> None:

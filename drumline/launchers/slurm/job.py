@@ -15,7 +15,7 @@ from drumline.core.launcher import OnOutOfMemory
 from drumline.core.plan import Plan
 from drumline.core.process import Process, start_command
 from drumline.core.signals import LauncherSignals
-from drumline.errors import EnvironmentFault, NotSaved
+from drumline.errors import DrumlineError, EnvironmentFault, NotSaved
 from drumline.launchers.lease import Lease
 from drumline.launchers.local import furthest_step, launch, newest_or
 from drumline.launchers.postmortem import RankEnd, read_error
@@ -49,8 +49,11 @@ class StepRanks:
         task = [sys.executable, "-m", "drumline.launchers.slurm.task", str(logs), *rank]
         command = ["srun", *place, *cores, *alone, *files, *task]
         env = {**os.environ, **({"MASTER_PORT": str(self.options.port)} if self.options.port else {})}
-        with (logs / "srun.log").open("w") as log:
-            srun = start_command(command, env, log)
+        try:
+            with (logs / "srun.log").open("w") as log:
+                srun = start_command(command, env, log)
+        except OSError as error:
+            raise EnvironmentFault(f"srun cannot start: {error.strerror}", where="PATH", fix="have Slurm's programs on this node") from None
         killed = self._watch(srun, logs, signals)
         self.signal = signals.number
         return [_end(rank, logs, killed, signals.number) for rank in range(self.size)]
@@ -132,26 +135,26 @@ def run(plan: Plan, plan_path: Path, resume: str | None, on_oom: OnOutOfMemory, 
     ranks, before = StepRanks(options), furthest_step(run_dir)
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
         resume = newest_or(resume, run_dir, plan.config.checkpoint.apart)
-    with Lease(run_dir):
-        _preflight(plan, run_dir)
-        code = launch(plan, plan_path, resume, lambda event: None, worker=worker, on_oom=on_oom, ranks=ranks)
+    try:
+        with Lease(run_dir):
+            _preflight(plan)
+            code = launch(plan, plan_path, resume, lambda event: None, worker=worker, on_oom=on_oom, ranks=ranks)
+    except DrumlineError as error:
+        note_end(run_dir, error.exit_code)
+        raise
     if code == 75 and options.requeue and _requeued(ranks.signal, furthest_step(run_dir) > max(before, 0)):
         return code
     note_end(run_dir, code)
     return code
 
 
-def _preflight(plan: Plan, run_dir: Path) -> None:
-    """Raises EnvironmentFault, which is then noted as the end of the job."""
+def _preflight(plan: Plan) -> None:
+    """Raises EnvironmentFault."""
     options = plan.config.launch
     if isinstance(options, SlurmLauncher) and options.preflight and options.nodes > 1:
         from drumline.launchers.preflight import require
 
-        try:
-            require(options.reach(), plan)
-        except EnvironmentFault as fault:
-            note_end(run_dir, fault.exit_code)
-            raise
+        require(options.reach(), plan)
 
 
 def _requeued(stopped_by: int, progressed: bool) -> bool:

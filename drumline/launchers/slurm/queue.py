@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 JOB, END = "job.json", "job-end.json"  # in the run folder: the job that was submitted last; how it ended, by itself
 LOOK_SECONDS, QUEUE_SECONDS = 0.5, 10.0  # between two looks into the run folder, and two questions to Slurm
 ANSWER_SECONDS = 60.0
+# For the note of an end, once its job is gone: a network file system knows for a minute that a file is not there. Who was killed left none.
+NOTE_SECONDS, KILLED_SECONDS = 60.0, 5.0
 # Variables of sbatch, and the options of the script that they overrule.
 VARIABLES = {
     "SBATCH_JOB_NAME": "job-name", "SBATCH_PARTITION": "partition", "SBATCH_ACCOUNT": "account", "SBATCH_QOS": "qos",
@@ -32,8 +36,13 @@ VARIABLES = {
     "SBATCH_OUTPUT": "output", "SBATCH_OPEN_MODE": "open-mode", "SBATCH_SIGNAL": "signal", "SBATCH_REQUEUE": "no-requeue",
     "SBATCH_NO_REQUEUE": "requeue",
 }  # fmt: skip
+REFUSED = {
+    "SBATCH_ARRAY_INX": "make an array of the job, and a run is one",
+    "SBATCH_CLUSTERS": "submit to another cluster, and this one would be asked for the job",
+}
 WAITS = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 THERE = {*WAITS, "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"}
+NOTES = {"COMPLETED", "FAILED", ""}  # ended by itself, or longer ago than Slurm remembers
 
 
 def ask(*command: str, without: Sequence[str] = (), fix: str = "is this a login host of the cluster, and does Slurm run?") -> str:
@@ -54,9 +63,9 @@ def ask(*command: str, without: Sequence[str] = (), fix: str = "is this a login 
 
 def submit(options: SlurmLauncher, plan_path: Path, resume: str | None) -> str:
     """Write the script, submit it, and note its job in the run folder. Returns the job's number."""
-    if os.environ.get("SBATCH_ARRAY_INX"):
-        what = "SBATCH_ARRAY_INX would make an array of the job, and a run is one"
-        raise EnvironmentFault(what, where="launch", fix="unset it")
+    for name, would in REFUSED.items():
+        if os.environ.get(name):
+            raise EnvironmentFault(f"{name} would {would}", where="launch", fix="unset it")
     run_dir = plan_path.parent
     (run_dir / "logs").mkdir(exist_ok=True)
     (run_dir / END).unlink(missing_ok=True)
@@ -76,6 +85,11 @@ def submit(options: SlurmLauncher, plan_path: Path, resume: str | None) -> str:
 def job_of(run_dir: Path) -> str | None:
     """The job that was submitted last for a run; None where none was."""
     return _field(run_dir / JOB, "job")
+
+
+def log_of(run_dir: Path, job: str) -> Path:
+    """What the batch script of a job prints."""
+    return run_dir / "logs" / f"job-{job}.log"
 
 
 def end_of(run_dir: Path) -> int | None:
@@ -104,22 +118,32 @@ def state_of(job: str) -> tuple[str, str]:
 
 
 def queued_job(run_dir: Path) -> str | None:
-    """The job of a run, where it waits or runs; one that has ended with 75 may have been requeued. None where this host has no Slurm."""
-    job = job_of(run_dir)
-    if job is None or end_of(run_dir) not in (None, 75):
-        return None
-    try:
-        return job if state_of(job)[0] in THERE else None
-    except EnvironmentFault:
-        return None
+    """The job of a run, where it waits or runs; one that has ended with 75 may have been requeued. None where this host has no Slurm.
+    Raises EnvironmentFault where Slurm does not answer."""
+    job, state = _job_and_state(run_dir)
+    return job if state in THERE else None
 
 
 def require_no_job(run_dir: Path) -> None:
     """Raises EnvironmentFault where the job of a run is in the queue."""
-    job = job_of(run_dir)
-    if job is not None and (state := state_of(job)[0]) in THERE:
+    job, state = _job_and_state(run_dir)
+    if state in THERE:
         fix = f"follow it with drumline follow {run_dir}, or stop it with drumline stop {run_dir}"
         raise EnvironmentFault(f"job {job} of this run is {state}", where=str(run_dir), fix=fix)
+
+
+def _job_and_state(run_dir: Path) -> tuple[str | None, str]:
+    job = job_of(run_dir)
+    if job is None or end_of(run_dir) not in (None, 75) or shutil.which("squeue") is None:
+        return job, ""
+    return job, state_of(job)[0]
+
+
+def forget_job(run_dir: Path) -> None:
+    """Before a new start: what is noted of a job is of the one before. Raises EnvironmentFault where that is in the queue."""
+    require_no_job(run_dir)
+    for name in (JOB, END):
+        (run_dir / name).unlink(missing_ok=True)
 
 
 def note_end(run_dir: Path, code: int) -> None:
@@ -130,19 +154,21 @@ def note_end(run_dir: Path, code: int) -> None:
 def follow(run_dir: Path, job: str, on_event: Emit, offset: int | None = None) -> int:
     """Show what a job does until it ends, and return the exit code of the run. Ctrl-C leaves it alone. `offset`: where in the file of
     events to begin, in bytes; None: with new ones."""
-    log = run_dir / "logs" / f"job-{job}.log"
-    with LauncherSignals() as signals, tail(run_dir / "events.jsonl", on_event, offset), following(log, _show):
-        state, asked_at = "", -QUEUE_SECONDS
+    with LauncherSignals() as signals, tail(run_dir / "events.jsonl", on_event, offset), following(log_of(run_dir, job), _show):
+        state, asked_at, gone_at = "", -QUEUE_SECONDS, 0.0
         while not signals.number:
-            ended = end_of(run_dir) is not None
-            if ended or time.monotonic() - asked_at > QUEUE_SECONDS:
-                before, asked_at = state, time.monotonic()
+            ended, now = end_of(run_dir) is not None, time.monotonic()
+            if not gone_at and (ended or now - asked_at > QUEUE_SECONDS):
+                before, asked_at = state, now
                 state, why = _state(job, before)
                 if state != before and state in WAITS:
                     print(f"job {job} is {state} ({why})", file=sys.stderr)
-                if state not in THERE:
-                    return _exit_code(run_dir, job, state)
-            time.sleep(2 * LOOK_SECONDS if ended else LOOK_SECONDS)
+                gone_at = 0.0 if state in THERE else now
+            if gone_at and (ended or now - gone_at > (NOTE_SECONDS if state in NOTES else KILLED_SECONDS)):
+                return _exit_code(run_dir, job, state)
+            with suppress(OSError):
+                list(run_dir.iterdir() if gone_at else ())  # NFS then looks anew
+            time.sleep(2 * LOOK_SECONDS if ended or gone_at else LOOK_SECONDS)
     print(f"job {job} goes on: drumline follow {run_dir} shows it, drumline stop {run_dir} stops it", file=sys.stderr)
     return LEFT
 

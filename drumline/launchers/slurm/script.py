@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drumline.errors import ConfigError
+
 if TYPE_CHECKING:
     from drumline.launchers.slurm.spec import SlurmLauncher
 
@@ -15,8 +17,16 @@ SCRIPT = "job.sh"  # in the run folder
 WARN_SECONDS = 60  # before the ranks must have saved; Slurm may be a minute late, or early
 
 
+def require_one_line(plan_path: Path) -> None:
+    """Raises ConfigError for a run folder that would not stay on its line of the script."""
+    if not (run_dir := str(plan_path.absolute().parent)).isprintable():
+        fix = "choose another with run.dir=…"
+        raise ConfigError(f"{run_dir!r} would not stay on its line of the batch script", where="run.dir", fix=fix)
+
+
 def script(options: SlurmLauncher, plan_path: Path, resume: str | None) -> str:
-    """What sbatch gets. It begins one process, which starts the ranks by srun and looks after them."""
+    """What sbatch gets. It begins one process, which starts the ranks by srun and looks after them. Raises ConfigError."""
+    require_one_line(plan_path)
     run_dir = plan_path.absolute().parent
     quoted = str(run_dir).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     lines = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from drumline.core.launcher import LauncherSpec, Reached, Replans
 from drumline.core.plan import Plan
 from drumline.core.process import run_command
 from drumline.errors import EnvironmentFault
+from drumline.foreign import first_line
 from drumline.hardware.detect import Device, Machine, detect
 from drumline.launchers.tasks import address, expand, tasks_of_nodes
 
@@ -38,11 +40,13 @@ OWN = {
     "wrap": "the script is Drumline's",
     "wait": "`drumline train` follows the job; --detach does not",
     **{name: f"set launch.{name}" for name in ("nodes", "partition", "account", "qos", "time", "gres", "constraint")},
-    "gpus-per-node": "set launch.gpus",
+    **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"), "set launch.gpus, of each node"),
     "cpus-per-task": "set launch.cpus",
+    "clusters": "submit on a login host of that cluster: this one's would be asked for the job",
 }
 SHORT = {"a": "array", "o": "output", "n": "ntasks", "N": "nodes", "p": "partition", "A": "account", "q": "qos", "t": "time",
-         "C": "constraint", "c": "cpus-per-task", "W": "wait"}  # fmt: skip
+         "C": "constraint", "c": "cpus-per-task", "W": "wait", "G": "gpus", "M": "clusters"}  # fmt: skip
+FLAGS = "HOQVhksv"  # short options without a value: another one may follow in the same word
 
 
 def _one_line(text: str) -> str:
@@ -52,11 +56,18 @@ def _one_line(text: str) -> str:
 
 
 def _option(text: str) -> str:
-    name = re.match(r"--([\w-]+)|-(\w)", _one_line(text))
+    """One option, its value perhaps a word of its own: sbatch takes all that stand on a line, and the beginning of a name for the name."""
+    try:
+        option, *value = shlex.split(_one_line(text)) or [""]
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {first_line(error)}") from None
+    name = re.match(r"--([\w-]+)|-(\w)", option)
     if name is None:
         raise ValueError(f"{text!r} is no option of sbatch: write --name=value")
-    known = SHORT.get(name[2], "") if name[2] else name[1]
-    if known in OWN:
+    if len(value) > 1 or (value and value[0].startswith("-")) or (name[2] and name[2] in FLAGS and len(option) > 2):
+        raise ValueError(f"{text!r} is more than one option: write each by itself")
+    known = SHORT.get(name[2], "") if name[2] else next((own for own in sorted(OWN) if own.startswith(name[1])), "")
+    if known:
         raise ValueError(f"--{known} cannot stand here: {OWN[known]}")
     return text
 
@@ -124,9 +135,11 @@ class SlurmLauncher(LauncherSpec):
         return replace(here, devices=here.devices[:1] * number)
 
     def early(self, config: Config, plan_path: Path) -> AbstractContextManager[Any]:
-        """Raises EnvironmentFault where a job of the run is in the queue."""
+        """Raises EnvironmentFault where a job of the run is in the queue, and ConfigError for a run folder that no script can name."""
         from drumline.launchers.slurm.queue import require_no_job
+        from drumline.launchers.slurm.script import require_one_line
 
+        require_one_line(plan_path)
         require_no_job(plan_path.parent)
         return nullcontext()
 
