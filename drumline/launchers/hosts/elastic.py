@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -71,7 +70,7 @@ class ElasticHosts(Hosts):
             what = f"host {name}: {why}; {len(self.there())} of at least {self.least} hosts are there"
             raise EnvironmentFault(what, where="launch.hosts", fix="set launch.nodes.min lower to go on with fewer")
         for name, why in missing.items():
-            print(f"note: goes on without host {name}: {why}", file=sys.stderr)
+            say(f"note: goes on without host {name}: {why}")
         self._begin_recall()
 
     def await_agents(self) -> None:
@@ -137,7 +136,7 @@ class ElasticHosts(Hosts):
         """Whether hosts leave that got a signal from somebody else, and enough are there without them."""
         if not leaving or len({*self.there()} - leaving) < self.least:
             return False
-        print(f"note: goes on without host {', '.join(sorted(leaving))}: it was asked to end, and has saved", file=sys.stderr)
+        say(f"note: goes on without host {', '.join(sorted(leaving))}: it was asked to end, and has saved")
         for name in leaving:
             self._rest[name] = time.monotonic() + BACK_SECONDS
             self._dismiss(self.remotes[name])
@@ -172,7 +171,7 @@ class ElasticHosts(Hosts):
             self.counts = {name: self.size(name) for name in order[:number]}
             if self.resize(sum(self.counts.values())):
                 if list(self.counts) != before:
-                    print(f"note: goes on with {number} of {len(self.remotes)} hosts: {', '.join(self.counts)}", file=sys.stderr)
+                    say(f"note: goes on with {number} of {len(self.remotes)} hosts: {', '.join(self.counts)}")
                 return
         raise EnvironmentFault(f"no plan takes the same steps on {self.least} to {len(order)} hosts", where="launch.nodes")
 
@@ -217,7 +216,7 @@ class ElasticHosts(Hosts):
             try:
                 self.require(name)
             except EnvironmentFault as fault:
-                print(f"note: goes on without it: {fault.line()}", file=sys.stderr)
+                say(f"note: goes on without it: {fault.line()}")
                 if remote.link is not None and remote.link is before:  # else it was lost meanwhile, and may come back
                     self._refused.add(name)
                     self._dismiss(remote)
