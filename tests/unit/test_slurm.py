@@ -216,7 +216,11 @@ def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
     program.write_text(f'#!/bin/sh\ncase "$(cat {answer})" in error:*) cat {answer} >&2; exit 1;; esac\ncat {answer}\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    return lambda text: answer.write_text(f"{text}\n") and None
+
+    def answers(text: str) -> None:
+        answer.write_text(f"{text}\n")
+
+    return answers
 
 
 def of_job(tmp_path: Path) -> Path:
