@@ -227,7 +227,7 @@ def _predict(config: Path, overrides: list[str], cluster: str, grows: float) -> 
     """`grows`: samples of the global batch for each device, under weak scaling."""
     from drumline.planner.public import plan
 
-    given = [*overrides, "strategy=auto", "launch=local"]  # what is set for this machine would bind the planner
+    given = [*overrides, "strategy=auto", "launch=local", "run.device=auto"]  # what is set for this machine would bind the planner
     try:
         found = plan(config, given, cluster=cluster)
         if grows:

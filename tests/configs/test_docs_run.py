@@ -65,6 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What pages take for granted: YAMLs of these names, rows, and a run that has ended."""
     folder = tmp_path_factory.mktemp("docs")
     text = write_config(folder, tiny_model_dir(folder / "model"), rows=24).read_text().replace(f"dir: {folder}/run", "dir: RUN")
+    text = text.replace("  device: cpu\n", "")  # which the GPUs that pages plan for would contradict
     for name in NAMES:
         (folder / f"{name}.yaml").write_text(text.replace("RUN", f"runs/{name}"))
     write_rows(folder / "rows.jsonl", chat_rows(24))

@@ -112,8 +112,10 @@ def test_what_does_not_fit_is_refused_in_one_line(three: Hosts) -> None:
 def test_a_host_without_the_secret_is_not_heard(three: Hosts) -> None:
     three.start(1)
     three.wait(1, of(1))
-    three.start(2, secret="flute")
-    three.wait(2, of(1))
+    code, said = three.start(2, secret="flute").told(60)
+    assert code == 2 and "it has another strategy.secret" in said and "Traceback" not in said, said
+    three.running.pop(2)
+    three.wait(1, of(1))
     assert not any(len(found["hosts"]) > 1 for found in three.rounds(1) + three.rounds(2))
 
 
