@@ -77,8 +77,19 @@ class Retention:
 
 
 def best_of(known: Iterable[Manifest], mode: str) -> Manifest | None:
-    """The best checkpoint by metric, of equal ones the earlier; None if none has that metric. Values of another say nothing."""
-    alike = (manifest for manifest in known if manifest.rated in (None, mode))
+    """The best checkpoint by metric, of equal ones the earlier; None if none has that metric. Values of another say nothing, nor does a
+    branch that the run has left."""
+    alike = (manifest for manifest in on_branch(known) if manifest.rated in (None, mode))
     rated = [manifest for manifest in alike if manifest.metric is not None and math.isfinite(manifest.metric)]
     sign = 1 if mode.startswith("min") else -1
     return min(rated, key=lambda manifest: (sign * (manifest.metric or 0.0), manifest.serial), default=None)
+
+
+def on_branch(known: Iterable[Manifest]) -> list[Manifest]:
+    """The newest checkpoint and those before it, newest first. One that was saved earlier with a later step is of a branch that the run has
+    left (`make_newest`)."""
+    stay: list[Manifest] = []
+    for manifest in sorted(known, key=lambda manifest: -manifest.serial):
+        if not stay or manifest.step < stay[-1].step:
+            stay.append(manifest)
+    return stay

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drumline.checkpoint.load import check, load, newest, pointed, read_state
-from drumline.checkpoint.manifest import folder_name
+from drumline.checkpoint.manifest import folder_name, make_newest
 from drumline.checkpoint.save import Checkpointer, SaveResult
 from drumline.checkpoint.staging import ALIGNED, Staging
 from drumline.errors import EnvironmentFault
@@ -128,6 +128,19 @@ def test_a_run_taken_up_from_an_older_step_has_its_own_newest(tmp_path: Path) ->
     assert result.path and differing(stored(result.path, content(20)), content(20, shift=1)) == []
     assert newest(tmp_path, verify=True).path == result.path
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(("named", "then", "best"), [(20, 25, 20), (20, 40, 20), (10, 15, 15), (10, 40, 40)])
+@pytest.mark.parametrize("keep_best", [True, False])
+def test_the_best_is_of_the_branch_that_the_run_is_on(tmp_path: Path, keep_best: bool, named: int, then: int, best: int) -> None:
+    """Also where the new branch has passed the steps of the one that was left."""
+    checkpointer = Checkpointer(tmp_path, 4, keep_best, "min", False)
+    for step, metric in [(10, 3.0), (20, 2.0), (30, 1.0)]:
+        save(checkpointer, step, metric)
+    make_newest(tmp_path / folder_name(named))
+    save(Checkpointer(tmp_path, 4, keep_best, "min", False), then, 2.5)
+    assert pointed(tmp_path, "best") == tmp_path / folder_name(best)
+    assert steps(tmp_path) == sorted([10, 20, 30, then])
 
 
 def test_what_a_dead_run_left_is_removed_at_the_start(tmp_path: Path) -> None:
