@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from drumline.core.files import write_whole
+from drumline.core.files import STEP_FOLDER, write_whole
 from drumline.errors import CheckpointError
 from drumline.foreign import disk_errors
 
@@ -37,7 +37,6 @@ PART = "part.json"  # {"sha256": of the rest, "manifest": Part}
 UNFINISHED, TRASH = ".tmp-", ".trash-"
 TEMP = UNFINISHED, TRASH  # folders whose names begin so are no checkpoints
 SHARD_NAME = re.compile(r"__\d+_\d+\.distcp")
-FOLDER_NAME = re.compile(r"step-(\d{8,})")
 
 
 class Record(BaseModel):
@@ -97,7 +96,7 @@ def folder_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """The step in a checkpoint's folder name; None for any other name."""
-    match = FOLDER_NAME.fullmatch(name)
+    match = STEP_FOLDER.fullmatch(name)
     return int(match[1]) if match else None
 
 

@@ -23,6 +23,7 @@ UNFINISHED = ".tmp-"
 PERIOD_SECONDS = 0.2  # between two reads of what another process appends
 STALE_SECONDS = 24 * 3600.0
 PIECE, PIECES = 2**20, 16  # of a large file so many pieces of a MiB are read, evenly spaced: it may lie on a network
+STEP_FOLDER = re.compile(r"step-(\d{8,})")  # the name of a checkpoint
 OURS = re.compile(rf"{re.escape(UNFINISHED)}(\d+-\d+-[0-9a-f]{{8}})-[0-9a-f]{{8}}")
 
 
@@ -164,6 +165,12 @@ def numbered(folder: Path, prefix: str) -> dict[int, Path]:
     """Number → what is called `prefix` and that number in a folder, in their order. Other names are somebody else's."""
     found = ((re.fullmatch(rf"{re.escape(prefix)}([0-9]{{1,15}})", path.stem), path) for path in folder.glob(f"{prefix}*"))
     return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def is_own_checkpoint(folder: Path, run_dir: Path) -> bool:
+    """Whether a folder is a checkpoint of a run by place and name: a copy beside them, under a name of its own, is none."""
+    found = folder.resolve()
+    return found.parent == (run_dir / "checkpoints").resolve() and STEP_FOLDER.fullmatch(found.name) is not None
 
 
 def digest(path: Path) -> str | None:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from drumline.core.files import following, numbered
+from drumline.core.files import following, is_own_checkpoint, numbered
 from drumline.core.launcher import OnOutOfMemory
 from drumline.core.output import say
 from drumline.core.plan import Plan
@@ -22,7 +22,7 @@ from drumline.hardware.detect import detect, free_bytes
 from drumline.launchers.environment import listen
 from drumline.launchers.hangs import write_stacks
 from drumline.launchers.postmortem import RankEnd, Restarts, exhausted, report, root_cause
-from drumline.telemetry.events import Emit, Eval, Event, EventLog, Fault, Restore, Save, Step, read, tail
+from drumline.telemetry.events import Emit, Eval, Event, EventLog, Fault, Restore, RunStart, Save, Step, read, tail
 from drumline.telemetry.watched import Hang
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def launch(
     options, run_dir = plan.config.launch, Path(plan.run_dir)
     events_path = run_dir / "events.jsonl"
     ranks = ranks or LocalRanks(plan.mesh.world_size, options.port, options.grace_seconds, early)
-    restarts = Restarts(options.max_restarts)
+    restarts, before = Restarts(options.max_restarts), len(read(events_path))
     with LauncherSignals(trial) as signals, tail(events_path, on_event):
         while True:
             past, attempt = len(read(events_path)), next_attempt(run_dir)
@@ -103,7 +103,7 @@ def launch(
             report_failure(cause, ends, attempt, max(failed_at, 0), reason, again, events_path, memory_line)
             if reason is not None:
                 return 1
-            resume = newest_or(resume, run_dir, plan.config.checkpoint.apart)
+            resume = newest_or(resume, run_dir, plan.config.checkpoint.apart, before)
 
 
 def launch_trial(plan: Plan, plan_path: Path, name: str, on_progress: Callable[[str, int, int | None], None]) -> int:
@@ -118,22 +118,28 @@ def launch_trial(plan: Plan, plan_path: Path, name: str, on_progress: Callable[[
 
 
 def _is_of(path: str, resume: str) -> bool:
-    """Whether a checkpoint that was read is the one that `resume` names: its folder, its run's, or a URL, of which a copy was read."""
-    return Path(path).parent.name == FETCHED if is_url(resume) else Path(path).is_relative_to(resume)
+    """Whether a checkpoint is the one that `resume` names: its folder, its run's, or a URL, of which a copy may have been read."""
+    if is_url(resume):
+        return path.startswith(resume) or Path(path).parent.name == FETCHED
+    return path != "newest" and Path(path).is_relative_to(resume)
 
 
-def newest_or(resume: str | None, run_dir: Path, apart: bool) -> str:
+def newest_or(resume: str | None, run_dir: Path, apart: bool, since: int = 0) -> str:
     """Where a run goes on that was started before: where it was to begin, until it has saved after that; then at its newest checkpoint.
-    One of its own that it was to begin at has become the newest, but where the files of checkpoints lie `apart`."""
+    One of its own that it was to begin at has become the newest, but where the files of checkpoints lie `apart`. Saves before it began
+    there are of other starts, and so are the first `since` events."""
     if resume in (None, "newest"):
         return "newest"
-    saved = False
-    for event in read(run_dir / "events.jsonl"):
-        if isinstance(event, Restore):
+    begun = saved = False
+    for event in read(run_dir / "events.jsonl")[since:]:
+        if isinstance(event, RunStart):
+            if event.resumed_from is not None and _is_of(event.resumed_from, resume):
+                begun, saved = True, False
+        elif isinstance(event, Restore):
             if event.path is not None and _is_of(event.path, resume):
-                saved = not apart and Path(event.path).resolve().parent == (run_dir / "checkpoints").resolve()
+                begun, saved = True, not apart and is_own_checkpoint(Path(event.path), run_dir)
         elif isinstance(event, Save):
-            saved = saved or event.path is not None
+            saved = saved or (begun and event.path is not None)
     return "newest" if saved else resume
 
 

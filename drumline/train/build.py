@@ -23,6 +23,7 @@ from drumline.checkpoint.ranks import Ranks as RankGroup
 from drumline.checkpoint.remote import Store
 from drumline.checkpoint.retention import best_of
 from drumline.checkpoint.save import Checkpointer
+from drumline.core.files import is_own_checkpoint
 from drumline.core.load import refused, saved_config
 from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
@@ -217,8 +218,8 @@ class Start:
             path = fetch(resume, Path(plan.run_dir) / FETCHED)
         else:
             check(Path(resume), verify)
-            own = Path(resume).resolve().parent == (Path(plan.run_dir) / "checkpoints").resolve()
-            if own and plan.saves and not plan.config.checkpoint.apart:  # a restart, or a spike, goes back to it, and not beyond
+            own = plan.saves and not plan.config.checkpoint.apart and is_own_checkpoint(Path(resume), Path(plan.run_dir))
+            if own:  # a restart, or a spike, goes back to it, and not beyond
                 RankGroup.all(error_type=CheckpointError).first(partial(make_newest, Path(resume)))
         names = read_manifest(path).tensors if path else ()
         keys = frozenset(re.sub(MODEL, "", name) for name in names if re.search(MODEL, name))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from drumline.launchers.local import _progress, exit_code, newest_or, next_attempt
+from drumline.core.plan import Plan
+from drumline.core.signals import LauncherSignals
+from drumline.launchers.local import _progress, exit_code, launch, newest_or, next_attempt
 from drumline.launchers.postmortem import RankEnd, Restarts, exhausted, read_error, report, root_cause
-from drumline.telemetry.events import Eval, EventLog, Restore, Save
+from drumline.telemetry.events import Eval, EventLog, Restore, Save, read
+from tests.faults.test_launch import toy
+from tests.unit.report_runs import start
 
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
 
@@ -217,3 +222,52 @@ def test_one_of_its_own_is_the_newest_once_it_was_read(tmp_path: Path) -> None:
     assert newest_or(own, tmp_path, False) == own
     EventLog(tmp_path / "events.jsonl").emit(Restore(step=2, path=own, seconds=1.0, skipped=[]))
     assert newest_or(own, tmp_path, False) == "newest" and newest_or(own, tmp_path, True) == own
+
+
+def test_a_copy_beside_its_own_is_not_the_newest_once_it_was_read(tmp_path: Path) -> None:
+    kept = str(tmp_path / "checkpoints" / "step-00000002-good")
+    EventLog(tmp_path / "events.jsonl").emit(Restore(step=2, path=kept, seconds=1.0, skipped=[]))
+    assert newest_or(kept, tmp_path, False) == kept
+
+
+@pytest.mark.parametrize(
+    ("named", "at"),
+    [
+        ("/x/run", "/x/run/checkpoints/step-00000004"),
+        ("s3://b/run", "s3://b/run/checkpoints/step-00000004"),
+        ("/x/step-00000004", "/x/step-00000004"),
+    ],
+)
+def test_saves_of_other_starts_are_not_its_own(tmp_path: Path, named: str, at: str) -> None:
+    """Where the first attempt dies before it has read, and where the same start was made before."""
+    log, events = EventLog(tmp_path / "events.jsonl"), tmp_path / "events.jsonl"
+    save = Save(step=8, path="checkpoints/step-00000008", error=None, seconds=1.0, bytes=1, blocked_seconds=0.0)
+    log.emit(save)
+    assert newest_or(named, tmp_path, False) == named, "dead before its first event"
+    log.emit(replace(start(), resumed_from=at))
+    assert newest_or(named, tmp_path, False) == named
+    log.emit(save)
+    log.emit(replace(start(), resumed_from="newest"))
+    assert newest_or(named, tmp_path, False) == "newest"
+    assert newest_or(named, tmp_path, False, since=len(read(events))) == named, "a launcher that begins there anew"
+    log.emit(replace(start(), resumed_from=at))
+    assert newest_or(named, tmp_path, False) == named
+
+
+class DiesOnce:
+    """Ranks whose first attempt dies before there is an event of it."""
+
+    def __init__(self) -> None:
+        self.starts: list[list[str]] = []
+
+    def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
+        self.starts.append(rank[2:])
+        return [ended(0, -9) if len(self.starts) == 1 else ended(0, 0)]
+
+
+def test_a_restart_goes_on_from_where_the_run_was_to_begin(tmp_path: Path) -> None:
+    plan_path, ranks = toy(tmp_path, "", max_restarts=1), DiesOnce()
+    EventLog(tmp_path / "events.jsonl").emit(replace(start(), resumed_from="/x/step-00000004"))
+    EventLog(tmp_path / "events.jsonl").emit(Save(step=8, path="there", error=None, seconds=1.0, bytes=1, blocked_seconds=0.0))
+    assert launch(Plan.load(plan_path), plan_path, "/x/step-00000004", lambda event: None, ranks=ranks) == 0
+    assert ranks.starts == [["--resume", "/x/step-00000004"]] * 2
