@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from drumline.checkpoint.manifest import TEMP, TRASH, Manifest, folder_name, read_part, step_of
-from drumline.core.files import discard, remove, sync, take_name, write_whole
+from drumline.core.files import discard, give_name, remove, sync, take_name, write_whole
 from drumline.errors import CheckpointError
 
 LATEST, BEST = "latest", "best"
@@ -74,6 +74,26 @@ class Retention:
 
     def _trash(self, folder: Path) -> Path:
         return self.root / f"{TRASH}{folder.name}-{secrets.token_hex(4)}"
+
+
+def recover(root: Path) -> None:
+    """Give checkpoints their names where a kill came between the two renames of `take_name`: the new one where it is whole, else the one
+    that made way. Only for who holds the run folder; several ranks may call it at once."""
+    for mark in TEMP:
+        for folder in sorted(root.glob(f"{mark}step-*")):
+            final = root / folder.name.removeprefix(mark).rpartition("-")[0]
+            if step_of(final.name) is not None and not final.exists() and _is_whole(folder, step_of(final.name)):
+                with suppress(OSError):
+                    give_name(folder, final, final.exists)
+
+
+def _is_whole(folder: Path, step: int | None) -> bool:
+    """Whether all that an unnamed folder is to hold of the checkpoint of a step is there, by the sizes."""
+    try:
+        manifest, present = read_part(folder)
+        return manifest.step == step and all((folder / name).stat().st_size == manifest.files[name].bytes for name in present)
+    except (CheckpointError, OSError):
+        return False
 
 
 def best_of(known: Iterable[Manifest], mode: str) -> Manifest | None:

@@ -8,7 +8,8 @@ A save has five steps, each with one outcome on all ranks (see ranks.py):
     commit      rank 0 writes state.json and manifest.json, and renames the folder
     settle      rank 0 moves `latest` and `best`, then prunes
 
-A kill at any moment leaves the named folders whole, and at most one folder more. Where hosts share no disk (disks.py), one rank of each
+A kill at any moment leaves the named folders whole, and at most one folder more; where it came while a step that is there already was
+saved again, the next start gives one of the two its name (`retention.recover`). Where hosts share no disk (disks.py), one rank of each
 disk does rank 0's part there, and each file goes to `replicas` further disks before the commit. With a URL (remote.py) each rank then
 copies its files there; the manifest goes last.
 """

@@ -21,7 +21,7 @@ from drumline.checkpoint.manifest import make_newest, read_manifest, step_of
 from drumline.checkpoint.memory import Memory
 from drumline.checkpoint.ranks import Ranks as RankGroup
 from drumline.checkpoint.remote import Store
-from drumline.checkpoint.retention import best_of
+from drumline.checkpoint.retention import best_of, recover
 from drumline.checkpoint.save import Checkpointer
 from drumline.core.files import is_own_checkpoint
 from drumline.core.load import refused, saved_config
@@ -205,6 +205,7 @@ class Start:
         """`resume`: a checkpoint's folder or URL, or `newest` for the newest whole one, on disk or in memory. Collective."""
         verify, skipped = plan.config.checkpoint.verify, []
         path: Path | None = Path(resume)
+        RankGroup.all(error_type=CheckpointError).each(partial(recover, Path(plan.run_dir) / "checkpoints"))
         if resume == "newest":
             found = _newest(plan)
             if memory is not None:

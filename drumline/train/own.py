@@ -18,6 +18,7 @@ from torch import nn
 from drumline.checkpoint.load import newest_state, read_state
 from drumline.checkpoint.memory import require_room
 from drumline.checkpoint.remote import require_unused, state_at
+from drumline.checkpoint.retention import recover
 from drumline.core.load import Draft, refused, saved_config, validated
 from drumline.core.output import say
 from drumline.core.plan import Plan
@@ -94,6 +95,7 @@ def claim(plan: Plan, resume: bool | str | Path, allow: tuple[str, ...], stack: 
         resume = newest_or(None if isinstance(resume, bool) else str(resume), run_dir, plan.config.checkpoint.apart)
     resume = resume == "newest" or (resume if isinstance(resume, bool) else str(resume))
     checkpoints = run_dir / "checkpoints"
+    recover(checkpoints)
     if not resume and run_dir.is_dir() and any(run_dir.glob("*.jsonl")):
         fix = "go on with it by resume=True, or choose another run_dir"
         raise EnvironmentFault("the run folder is not empty", where=str(run_dir), fix=fix)

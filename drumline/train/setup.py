@@ -9,6 +9,7 @@ from typing import Any
 from drumline.checkpoint.load import check, newest, newest_state, read_state
 from drumline.checkpoint.memory import require_room
 from drumline.checkpoint.remote import Store, require_unused, state_at
+from drumline.checkpoint.retention import recover
 from drumline.core import network
 from drumline.core.config import Config
 from drumline.core.explain import default_run_dir, size
@@ -269,6 +270,7 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
     or a config that differs in what matters).
     """
     run_dir = Path(plan.run_dir)
+    recover(run_dir / CHECKPOINTS)
     start = resume_from(run_dir, request, plan)
     there = {entry.name for entry in run_dir.iterdir() if not entry.name.startswith(lease.NAME)} if run_dir.is_dir() else set()
     if request.resume is None and there - {EVAL_RESULTS}:

@@ -11,6 +11,7 @@ import torch
 
 from drumline.checkpoint.load import check, load, newest, pointed, read_state
 from drumline.checkpoint.manifest import folder_name, make_newest
+from drumline.checkpoint.retention import recover
 from drumline.checkpoint.save import Checkpointer, SaveResult
 from drumline.checkpoint.staging import ALIGNED, Staging
 from drumline.errors import EnvironmentFault
@@ -152,6 +153,23 @@ def test_what_a_dead_run_left_is_removed_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     Checkpointer(tmp_path, 2, True, "min", False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "notes.txt", "step-00000001"]
+
+
+@pytest.mark.parametrize(("half", "back"), [((), 1), ((".tmp-",), 0), ((".tmp-", ".trash-"), None)])
+def test_a_step_that_was_saved_again_has_its_name_back_after_a_kill(tmp_path: Path, half: tuple[str, ...], back: int | None) -> None:
+    """Between the two renames: the new one where that is whole, else the old one."""
+    checkpointer, folder = Checkpointer(tmp_path, 2, True, "min", False), tmp_path / folder_name(8)
+    for shift, mark in enumerate((".trash-", ".tmp-")):
+        save(checkpointer, 8, shift=shift)
+        if mark in half:
+            next(folder.glob("*.distcp")).write_bytes(b"half")
+        folder.rename(tmp_path / f"{mark}{folder.name}-0123abcd")
+    for _ in range(2):
+        recover(tmp_path)
+    assert steps(tmp_path) == ([] if back is None else [8])
+    Checkpointer(tmp_path, 2, True, "min", False)
+    assert not list(tmp_path.glob(".t*"))
+    assert back is None or read_state(folder)["shift"] == back
 
 
 def test_state_that_is_no_json_is_a_programming_error_and_leaves_nothing(tmp_path: Path) -> None:

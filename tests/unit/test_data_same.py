@@ -147,6 +147,9 @@ def test_a_run_goes_on_with_its_own_data_alone(tmp_path: Path, model: Path, caps
             claim_run_dir(*planned(config, resume))
         with pytest.raises(CheckpointError, match="the training data changed"):
             claim_run_dir(*planned(config, resume, ("optimizer.lr",)))
+    Path(newest).rename(Path(newest).with_name(".trash-step-00000001-0123abcd"))  # a kill came while it was saved again
+    with pytest.raises(CheckpointError, match="the training data changed"):
+        claim_run_dir(*planned(config, "newest"))
     for allowed in ("data", "all"):
         assert claim_run_dir(*planned(config, "newest", (allowed,)))[1] == "newest"
         (line,) = capsys.readouterr().err.splitlines()

@@ -76,6 +76,18 @@ def test_a_state_that_json_does_not_have(tmp_path: Path, at_the_end: bool, capsy
         assert s.steps == 1 and s.state == {"seen": 3}
 
 
+@pytest.mark.parametrize("mark", [".tmp-", ".trash-"])
+def test_a_checkpoint_without_its_name_is_gone_on_from(tmp_path: Path, mark: str) -> None:
+    """A kill came while it took the name of one of the same step."""
+    with session(tmp_path) as s:
+        stepped(s)
+    root = tmp_path / "run" / "checkpoints"
+    (root / "step-00000001").rename(root / f"{mark}step-00000001-0123abcd")
+    with session(tmp_path, resume=True) as s:
+        s.prepare(build, sgd)
+        assert s.steps == 1
+
+
 def test_each_session_of_a_process_says_its_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("one", "two"):
         with pytest.raises(UserError), session(tmp_path / name) as s:
