@@ -195,13 +195,26 @@ def _steps(config: Config, batch: BatchPlan, data: DataPlan | None, why: list[st
     return None if data is None else math.ceil(total_samples(config, batch, data) / batch.global_samples)
 
 
-def total_samples(config: Config, batch: BatchPlan, data: DataPlan) -> int:
-    """Samples of the whole run. `epochs` ends on the last sample (weightless rows fill the last batch up); `steps` on a full batch. Images
-    too end on a full batch, its last samples taken from the epoch that would follow: a batch norm would see what fills it up."""
+def total_samples(config: Config, batch: BatchPlan, data: DataPlan, step: int = 0, position: int = 0) -> int:
+    """Samples of the whole run, which goes on after `step` at `position`. `epochs` ends on the last sample (weightless rows fill the last
+    batch up); `steps` on a full batch. Images too end on a full batch, its last samples taken from the epoch that would follow: a batch
+    norm would see what fills it up."""
     if config.run.steps is not None:
-        return config.run.steps * batch.global_samples
+        return position + max(0, config.run.steps - step) * batch.global_samples
     samples = max(1, round(config.run.epochs * data.epoch))
-    return math.ceil(samples / batch.global_samples) * batch.global_samples if config.images_alone or config.plain else samples
+    full = config.images_alone or config.plain
+    return position + math.ceil((samples - position) / batch.global_samples) * batch.global_samples if full else samples
+
+
+def going_on(plan: Plan, step: int, position: int) -> Plan:
+    """The plan of a run that goes on after `step` at `position`: it has other steps in all where those before were of other sizes."""
+    if plan.data is None or plan.config.algorithm.rollout is not None:
+        return plan
+    left = total_samples(plan.config, plan.batch, plan.data, step, position) - position
+    steps = step + max(0, math.ceil(left / plan.batch.global_samples))
+    if steps == plan.steps:
+        return plan
+    return plan.model_copy(update={"steps": steps, "warmup_steps": warmup_steps(plan.config.schedule, steps)})
 
 
 def _learning_rate(optimizer: OptimizerConfig, mesh: Mesh, batch: BatchPlan, why: list[str]) -> float:

@@ -26,6 +26,7 @@ from drumline.checkpoint.save import Checkpointer
 from drumline.core.files import is_own_checkpoint
 from drumline.core.load import refused, saved_config
 from drumline.core.plan import Plan
+from drumline.core.resolve import going_on
 from drumline.core.signals import StopFlag
 from drumline.core.urls import FETCHED, is_url
 from drumline.data.cache import TokenCache, verify_in_background
@@ -59,9 +60,8 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
     set_kernels(plan)
     device = f"cuda:{gpu(ranks)}" if plan.device == "cuda" else plan.place
     verification = _verification(plan, ranks)
-    start, began = None, time.time()
+    start, state, began = None, TrainState(), time.time()
     memory = memory_of(plan, resume == "newest") if plan.saves else None
-    state = TrainState()
     if resume is not None:
         with goodput.spend("restore"):
             start = Start.find(plan, resume, memory)
@@ -74,6 +74,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
     if start is not None:
         with goodput.spend("restore"):
             state = start.restore(engine, emit, time.time() - searched)
+    plan = going_on(plan, state.step, state.position)
     gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank))
     rollouts, back, held_out = None, None, dict[str, Batches]()
     training: Iterable[GlobalBatch]
@@ -128,7 +129,7 @@ def _streams(
 
     def after(position: int, is_new: bool) -> Streams:
         here = plan.mesh.data_rank(ranks.rank), position
-        streams = build_streams(plan, *here, gather.device, ranks.local_rank == 0, state.stream)
+        streams = build_streams(plan, *here, gather.device, ranks.local_rank == 0, state.stream, state.step)
         if plan.config.algorithm.reference_of(plan.config) != "none":
             streams = Reference(plan, ranks, gather.device, engine, algorithm, streams, is_new, emit, stop_flag).prepared()
         if (read := algorithm.first_pass) is not None:

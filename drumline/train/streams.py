@@ -108,9 +108,9 @@ class Copies:
 
 
 def build_streams(
-    plan: Plan, data_rank: int, position: int, device: str, makes: bool = True, known: dict[str, Any] | None = None
+    plan: Plan, data_rank: int, position: int, device: str, makes: bool = True, known: dict[str, Any] | None = None, step: int = 0
 ) -> Streams:
-    """Training batches go on from `position`. `makes`: this rank makes the blocks of a stream; `known`: see `Blocks.state`."""
+    """Training batches go on after `step`, from `position`. `makes`: this rank makes blocks of a stream; `known`: see `Blocks.state`."""
     config, data = plan.config, plan.data
     assert data is not None, "workers get plans of prepared data"
     collator, copies = config.algorithm.collator(plan, fixed_width(plan)), Copies(device)
@@ -136,7 +136,7 @@ def build_streams(
         whole = BatchPlan(global_samples=samples, micro_batch=micro, accumulation=stages, eval_micro_batch=micro)
         return on_device(stream(cache, GlobalOrder(len(cache), 0, shuffle=False), whole, 0, len(cache), 0, "all"))
 
-    stop, held_out = total_samples(config, plan.batch, data), data.eval_caches
+    stop, held_out = total_samples(config, plan.batch, data, step, position), data.eval_caches
     cache: Any = open_blocks(plan, makes, known or {}) if data.stream else open_samples(plan, data.train_cache)
     order = cache if data.stream else order_of(plan, len(cache))
     training = stream(cache, order, plan.batch, position, stop, config.data.prefetch, "batch")

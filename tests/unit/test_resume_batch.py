@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drumline.core.load import load
 from drumline.core.plan import Plan
+from drumline.core.signals import StopFlag
+from drumline.dist.start import Ranks
 from drumline.errors import CheckpointError
+from drumline.telemetry.events import Event, Step
+from drumline.train.build import build
+from drumline.train.loop import Loop
 from drumline.train.setup import Request, _check_same_run, make_plan
+from drumline.train.state import Goodput
 from tests.harness import write_config
 from tests.tiny import tiny_model_dir
 
@@ -37,3 +45,30 @@ def test_a_run_goes_on_with_batches_of_the_same_size(tmp_path: Path) -> None:
         _check_same_run("c", state, plan(1, "batch.micro_batch=1"), ())
     for key in ("report.html=false", "run.profile={at: 3}"):
         _check_same_run("c", state, plan(2, key), ())
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "steps"),
+    [({"steps": 6}, 8, 6), ({"steps": 6}, 2, 6), ({"steps": None, "epochs": 0.6}, 8, 4), ({"steps": None, "epochs": 0.6}, 2, 10)],
+)
+def test_a_run_ends_as_it_was_to_with_batches_of_another_size(tmp_path: Path, length: dict[str, Any], size: int, steps: int) -> None:
+    """After `--allow batch.global_samples`: steps are steps in all, epochs the same samples, and the schedule ends with the run."""
+    path = write_config(
+        tmp_path, tiny_model_dir(tmp_path / "model"), strategy="single", data={"packing": False},
+        checkpoint={"every": 2, "keep": 9, "asynchronous": False},
+        schedule={"kind": "cosine", "warmup_steps": None, "warmup_ratio": 0.5}, run={**length, "log_every": 1}, eval={"every": None},
+    )  # fmt: skip
+
+    def train(resume: str | None, *overrides: str) -> tuple[Loop, list[Step]]:
+        said: list[Event] = []
+        plan = make_plan(Request(load(path, list(overrides)), 1), on_progress=lambda *_: None)
+        built = build(plan, Ranks(), resume, said.append, StopFlag(), [], Goodput(0.0))
+        built.run()
+        return built, [event for event in said if isinstance(event, Step)]
+
+    train(None)
+    built, made = train(str(tmp_path / "run" / "checkpoints" / "step-00000002"), f"batch.global_samples={size}", "batch.micro_batch=2")
+    assert [event.step for event in made] == list(range(3, steps + 1))
+    schedule, warmup = built.plan.config.schedule, math.ceil(0.5 * steps)
+    assert [event.lr for event in made] == pytest.approx([0.01 * schedule.rate(step, steps, warmup) for step in range(2, steps)])
+    assert built.state.position == 8 + size * (steps - 2) and made[-1].samples == size
