@@ -136,13 +136,13 @@ def _placed(request: Request) -> Request:
 
 
 def _dry_run(request: Request) -> int:
-    from drumline.train.setup import make_plan, resume_from
+    from drumline.train.setup import as_before, make_plan, resume_from
 
     request = _placed(request)
     with bars(Console(stderr=True)) as on_progress:
         plan = make_plan(request, on_progress=on_progress, dry_run=True)
     notes(plan.data.notes if plan.data else ())
-    start = resume_from(Path(plan.run_dir), request, plan)
+    start, plan = resume_from(Path(plan.run_dir), request, plan), as_before(plan, request)
     print(to_yaml(plan.config))
     print(f"# {plan_line(plan)}\n" + "\n".join(f"#   {line}" for line in explain(plan).splitlines()))
     if launched_by() is None and (submission := plan.config.launch.submission(plan, Path(plan.run_dir) / "plan.json", start)):
@@ -162,7 +162,7 @@ def launch_ranks(
         early = stack.enter_context(config.launch.early(config, run_dir / "plan.json"))
         with uncollected():
             from drumline.train.replan import Replanner
-            from drumline.train.setup import claim_run_dir, make_plan
+            from drumline.train.setup import as_before, claim_run_dir, make_plan
 
         with aside(display) as on_progress:
             plan = change(make_plan(request, on_progress=on_progress))
@@ -174,6 +174,7 @@ def launch_ranks(
             print(f"watch: {stack.enter_context(beside(run_dir, stages))}", flush=True)
         with ExitStack() as claim:
             (claim if launcher.elsewhere else stack).enter_context(Lease(run_dir))
+            plan = as_before(plan, request)
             launcher.compare(plan, early)
             plan_path, start = claim_run_dir(plan, request)
         past = read(run_dir / "events.jsonl") if display else []

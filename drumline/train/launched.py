@@ -35,7 +35,7 @@ from drumline.telemetry.watched import Hang
 from drumline.train.entry import run
 from drumline.train.failure import OutOfMemory, let_go, note, recording
 from drumline.train.replan import advise
-from drumline.train.setup import Request, claim_run_dir, make_plan
+from drumline.train.setup import Request, as_before, claim_run_dir, make_plan
 
 LAUNCH = "launch.json"  # in the run folder: who launched it last
 SHARED_SECONDS = 10.0  # a network file system may take a moment to show another host's file
@@ -91,6 +91,7 @@ def _plan(make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack
             _require_no_stop(plan)
         if ranks.attempt or _is_same(run_dir / LAUNCH, mark):
             request = replace(request, resume=newest_or(request.resume, run_dir, plan.config.checkpoint.apart))
+        plan = as_before(plan, request)
         _, start = claim_run_dir(plan, request)
         write_whole(run_dir / LAUNCH, json.dumps(mark))
         # The other ranks have read neither the YAML nor its secrets.

@@ -128,6 +128,7 @@ class Saver:
             "config": self.plan.config.model_dump(mode="json"),
             "world_size": self.gather.world_size,
             "global_samples": self.plan.batch.global_samples,
+            "lr": self.plan.lr,
             "data": data.identity.model_dump() if data and data.identity else None,
         }
 

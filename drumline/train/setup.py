@@ -310,11 +310,30 @@ def resume_from(run_dir: Path, request: Request, plan: Plan) -> str | None:
     """
     if request.resume is None:
         return None
-    latest = request.resume == "newest"
-    found = newest_state(run_dir / CHECKPOINTS, plan.config.checkpoint.url) if latest else _named(request.resume)
+    found = _to_go_on_from(request.resume, plan)
     if found is not None:
         _check_same_run(*found, plan, request.allow)
-    return "newest" if found is None or latest else found[0]
+    return "newest" if found is None or request.resume == "newest" else found[0]
+
+
+def as_before(plan: Plan, request: Request) -> Plan:
+    """The plan with the learning rate that the run has had, where no more than the devices that it is scaled by is new. Raises
+    CheckpointError."""
+    if request.resume is None or plan.config.optimizer.lr_scaling == "none":
+        return plan
+    found = _to_go_on_from(request.resume, plan)
+    lr = found and found[1].get("lr")  # older checkpoints do not say
+    may = any(key in ("all", "optimizer") or key.startswith("optimizer.lr") for key in request.allow)
+    if found is None or lr in (None, plan.lr) or may or found[1]["global_samples"] != plan.batch.global_samples:
+        return plan
+    why = f"learning rate {lr:.4g}, as in {found[0]}: on {plan.mesh.data_ranks} data ranks it would be {plan.lr:.4g}"
+    notes([f"{why}, which --allow optimizer.lr takes"])
+    return plan.model_copy(update={"lr": lr, "why": [*plan.why, why]})
+
+
+def _to_go_on_from(resume: str, plan: Plan) -> tuple[str, dict[str, Any]] | None:
+    """A checkpoint and its state; None where there is no newest one yet."""
+    return newest_state(Path(plan.run_dir) / CHECKPOINTS, plan.config.checkpoint.url) if resume == "newest" else _named(resume)
 
 
 def _named(place: str) -> tuple[str, dict[str, Any]]:

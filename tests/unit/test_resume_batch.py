@@ -16,7 +16,7 @@ from drumline.errors import CheckpointError
 from drumline.telemetry.events import Event, Step
 from drumline.train.build import build
 from drumline.train.loop import Loop
-from drumline.train.setup import Request, _check_same_run, make_plan
+from drumline.train.setup import Request, _check_same_run, as_before, make_plan
 from drumline.train.state import Goodput
 from tests.harness import write_config
 from tests.tiny import tiny_model_dir
@@ -47,6 +47,15 @@ def test_a_run_goes_on_with_batches_of_the_same_size(tmp_path: Path) -> None:
         _check_same_run("c", state, plan(2, key), ())
 
 
+def train(path: Path, resume: str | None, *overrides: str) -> tuple[Loop, list[Step]]:
+    """A run on one rank, to its end."""
+    said: list[Event] = []
+    plan = make_plan(Request(load(path, list(overrides)), 1), on_progress=lambda *_: None)
+    built = build(plan, Ranks(), resume, said.append, StopFlag(), [], Goodput(0.0))
+    built.run()
+    return built, [event for event in said if isinstance(event, Step)]
+
+
 @pytest.mark.parametrize(
     ("length", "size", "steps"),
     [({"steps": 6}, 8, 6), ({"steps": 6}, 2, 6), ({"steps": None, "epochs": 0.6}, 8, 4), ({"steps": None, "epochs": 0.6}, 2, 10)],
@@ -59,16 +68,30 @@ def test_a_run_ends_as_it_was_to_with_batches_of_another_size(tmp_path: Path, le
         schedule={"kind": "cosine", "warmup_steps": None, "warmup_ratio": 0.5}, run={**length, "log_every": 1}, eval={"every": None},
     )  # fmt: skip
 
-    def train(resume: str | None, *overrides: str) -> tuple[Loop, list[Step]]:
-        said: list[Event] = []
-        plan = make_plan(Request(load(path, list(overrides)), 1), on_progress=lambda *_: None)
-        built = build(plan, Ranks(), resume, said.append, StopFlag(), [], Goodput(0.0))
-        built.run()
-        return built, [event for event in said if isinstance(event, Step)]
-
-    train(None)
-    built, made = train(str(tmp_path / "run" / "checkpoints" / "step-00000002"), f"batch.global_samples={size}", "batch.micro_batch=2")
+    train(path, None)
+    second = str(tmp_path / "run" / "checkpoints" / "step-00000002")
+    built, made = train(path, second, f"batch.global_samples={size}", "batch.micro_batch=2")
     assert [event.step for event in made] == list(range(3, steps + 1))
     schedule, warmup = built.plan.config.schedule, math.ceil(0.5 * steps)
     assert [event.lr for event in made] == pytest.approx([0.01 * schedule.rate(step, steps, warmup) for step in range(2, steps)])
     assert built.state.position == 8 + size * (steps - 2) and made[-1].samples == size
+
+
+def test_the_learning_rate_stays_on_more_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which it is scaled by: the batch is the same, and nobody has changed the optimizer."""
+    path = write_config(
+        tmp_path, tiny_model_dir(tmp_path / "model"), strategy="single", run={"steps": 2}, optimizer={"lr_scaling": "linear"}
+    )
+    train(path, None)
+
+    def rate(*overrides: str, **asked: Any) -> float:
+        request = Request(load(path, ["strategy=ddp", *overrides]), 2, **asked)
+        return as_before(make_plan(request, on_progress=lambda *_: None), request).lr
+
+    assert rate() == pytest.approx(0.02) and not capsys.readouterr().err
+    for named in ("newest", str(tmp_path / "run")):
+        assert rate(resume=named) == pytest.approx(0.01)
+        assert "learning rate 0.01, as in" in (said := capsys.readouterr().err) and "on 2 data ranks it would be 0.02" in said
+    assert rate(resume="newest", allow=("optimizer.lr",)) == pytest.approx(0.02)
+    assert rate("batch.global_samples=8", resume="newest", allow=("batch",)) == pytest.approx(0.02)
+    assert not capsys.readouterr().err
