@@ -269,6 +269,7 @@ class Plan(Layout):
     lr: float = Field(description="Peak rate after lr_scaling.")
     warmup_steps: int = 0
     model_path: str | None = Field(description="Local folder or hub id that ranks load from; null: built from config.")
+    base: str | None = Field(None, description="Digest of the model's files of weights, where some stay frozen; null: not known, or none.")
     bidirectional: bool = Field(
         False,
         validation_alias=AliasChoices("bidirectional", "looks_ahead"),

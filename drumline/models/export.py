@@ -29,7 +29,7 @@ from drumline.hardware.detect import free_bytes
 from drumline.models import adapters
 from drumline.models.build import build_model
 from drumline.models.classes import LM, auto_class, is_vision_language, reads_images
-from drumline.models.files import OnProgress, beside, find_file, quiet, tokenizer_folder
+from drumline.models.files import OnProgress, beside, find_file, quiet, tokenizer_folder, weights_digest
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config
 from drumline.models.scores import VALUE, grey_image
@@ -185,6 +185,9 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
     from transformers import GenerationConfig
 
     path, adapter, seed, head = plan.model_path, plan.config.adapter, plan.config.run.seed, plan.config.head
+    if plan.base is not None and weights_digest(path) not in (None, plan.base):
+        what = "its frozen weights are not those that the run was trained on top of"
+        raise ModelError(what, where=f"model {path}", fix="bring the old ones back")
     # A checkpoint has the trainable weights only: what is frozen is read from the model's files, or drawn again.
     kept = frozenset(name.removeprefix("model.") for name in read_manifest(checkpoint).tensors if name.startswith("model."))
     built = build_model(path, model, derive(seed, "weights"), head=head, labels=plan.labels, checkpoint_keys=kept)

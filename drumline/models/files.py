@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from safetensors import SafetensorError
 
 from drumline.core import mirror
-from drumline.core.files import give_name, temporary_folder
+from drumline.core.files import digest, give_name, temporary_folder
 from drumline.core.model import ModelConfig
 from drumline.errors import DrumlineError, EnvironmentFault, ModelError
 from drumline.foreign import expanded, first_line, read_object
@@ -67,6 +67,13 @@ def resolve(model: ModelConfig, on_progress: OnProgress) -> str | None:
     if folder.is_absolute() or model.id.startswith((".", "~")) or model.id.count("/") > 1:
         raise ModelError("no such folder", where=where, fix="mend the path; a hub id looks like owner/name")
     return _on_hub(model.id, model.revision)
+
+
+def weights_digest(path: str | None) -> str | None:
+    """Of a local model's files of weights; None for a hub id, which has its revision, and where there are none."""
+    folder = Path(path or "")
+    files = sorted(folder.glob("*.safetensors") if path and folder.is_dir() else [])
+    return hashlib.sha256("".join(f"{file.name}\0{digest(file)}\0" for file in files).encode()).hexdigest() if files else None
 
 
 def tokenizer_folder(name: str) -> str:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from drumline.core.config import BatchConfig, Config
 from drumline.core.estimate import Estimate
@@ -106,6 +107,11 @@ def batched(plan: Plan) -> Config:
     return plan.config.model_copy(update={"batch": batch})
 
 
+def _kept(plan: Plan) -> dict[str, Any]:
+    """What stays as it is in another plan of the same run: a mix with fewer data ranks scales no rate."""
+    return {"lr": plan.lr, "warmup_steps": plan.warmup_steps, "steps": plan.steps, "base": plan.base}
+
+
 class Replanner:
     """Answers the launcher when a rank of its run is out of memory, or hosts came or went."""
 
@@ -133,8 +139,7 @@ class Replanner:
         old, taken = self.plan, advice.nearest
         # The batch stays as it was set: a resumed run is compared with it, and micro-batches do not change its numbers.
         plan = self._resolved(taken)
-        same = {"lr": old.lr, "warmup_steps": old.warmup_steps, "steps": old.steps}  # a mix with fewer data ranks scales no rate
-        self.plan = plan.model_copy(update={**same, "config": plan.config.model_copy(update={"batch": self.batch})})
+        self.plan = plan.model_copy(update={**_kept(old), "config": plan.config.model_copy(update={"batch": self.batch})})
         self.micro = plan.batch.micro_batch
         kept = self._save()
         event = Replan(
@@ -163,8 +168,7 @@ class Replanner:
         plan = self._resized(ranks)
         if plan is None:
             return False
-        same = {"lr": old.lr, "warmup_steps": old.warmup_steps, "steps": old.steps}
-        self.plan = plan.model_copy(update={**same, "config": plan.config.model_copy(update={"batch": self.batch})})
+        self.plan = plan.model_copy(update={**_kept(old), "config": plan.config.model_copy(update={"batch": self.batch})})
         self.baseline = batched(self.plan)
         estimates = {"from": old.predicted.estimate, "to": plan.predicted.estimate}
         event = Replan(

@@ -37,6 +37,7 @@ from drumline.models.attention import attend_by_documents
 from drumline.models.build import lay_out
 from drumline.models.classes import LM, in_own_order, with_classes
 from drumline.models.download import download
+from drumline.models.files import weights_digest
 from drumline.models.freeze import freeze, learning
 from drumline.models.head import require_next_token
 from drumline.models.own import find_builder, own_build
@@ -113,6 +114,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if not dry_run:
         plan.config.strategy.require(plan, on_progress)
         _require_written(plan, base)
+        if config.model.init == "pretrained" and (config.adapter.kind != "none" or config.model.freeze):
+            plan = plan.model_copy(update={"base": weights_digest(plan.model_path)})
     cluster, _ = cluster_here(config, machine, plan.device, plan.mesh.world_size * plan.devices_per_rank)
     why = [*why, *network.why(os.environ, config.launch.timeout_seconds, config.launch.interface)]
     if config.memory.budget_gb is not None and not request.loaded.config.strategy.planned:
@@ -360,6 +363,9 @@ def _check_same_run(path: str, state: dict[str, Any], plan: Plan, allow: tuple[s
         what = f"a step took {before} samples, and takes {size} now (data ranks: {plan.mesh.data_ranks})"
         fix = f"keep it with batch.global_samples={before} batch.accumulation=null, or accept the new one with --allow batch.global_samples"
         raise CheckpointError(what, where=path, fix=fix)
+    if None not in (base := state.get("base"), plan.base) and base != plan.base and not allowed("model", allow):
+        what = f"the frozen weights in {plan.model_path} are not those that this checkpoint was trained on top of"
+        raise CheckpointError(what, where=path, fix="bring the old ones back, or accept the new with --allow model")
     now = plan.data.identity if plan.data else None
     if now is None:
         return

@@ -12,11 +12,12 @@ from drumline.core.load import load
 from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
 from drumline.dist.start import Ranks
-from drumline.errors import CheckpointError
+from drumline.errors import CheckpointError, ModelError
+from drumline.models.export import export
 from drumline.telemetry.events import Event, Step
 from drumline.train.build import build
 from drumline.train.loop import Loop
-from drumline.train.setup import Request, _check_same_run, as_before, make_plan
+from drumline.train.setup import Request, _check_same_run, as_before, claim_run_dir, make_plan
 from drumline.train.state import Goodput
 from tests.harness import write_config
 from tests.tiny import tiny_model_dir
@@ -95,3 +96,28 @@ def test_the_learning_rate_stays_on_more_devices(tmp_path: Path, capsys: pytest.
     assert rate(resume="newest", allow=("optimizer.lr",)) == pytest.approx(0.02)
     assert rate("batch.global_samples=8", resume="newest", allow=("batch",)) == pytest.approx(0.02)
     assert not capsys.readouterr().err
+
+
+FREEZE = {"model": {"freeze": ["model.embed_tokens"]}}
+
+
+@pytest.mark.parametrize("sections", [{"adapter": "lora"}, FREEZE, {}], ids=["lora", "freeze", "all"])
+def test_what_stays_frozen_is_what_it_was_trained_on_top_of(tmp_path: Path, sections: dict[str, Any]) -> None:
+    path = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), strategy="single", run={"steps": 2}, **sections)
+
+    def going_on(*allow: str, resume: str | None = "newest") -> Plan:
+        request = Request(load(path, []), 1, resume, allow)
+        return Plan.load(claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0])
+
+    first = going_on(resume=None)
+    train(path, None)
+    assert going_on().base == first.base
+    tiny_model_dir(tmp_path / "model", seed=1)
+    if not sections:
+        assert first.base is None and going_on().base is None, "a checkpoint has all of it"
+        return
+    with pytest.raises(ModelError, match="not those that the run was trained on top of"):
+        export(tmp_path / "run", tmp_path / "out", "last")
+    with pytest.raises(CheckpointError, match=r"not those that this checkpoint was trained on top of .*--allow model"):
+        going_on("optimizer", "model.id")
+    assert first.base != going_on("model").base is not None
