@@ -137,7 +137,10 @@ def _streams(
         return streams
 
     def rewind() -> Iterable[GlobalBatch]:
-        vars(state).update(vars(Start.find(plan, "newest").restore(engine, emit, time.time())))
+        found = Start.find(plan, "newest")
+        if found.path is None:  # the save that was on its way has failed
+            raise CheckpointError("no checkpoint to go back to", where=plan.run_dir, fix="start anew, or set health.on_spike=skip")
+        vars(state).update(vars(found.restore(engine, emit, time.time())))
         return after(state.position, False).training
 
     streams = after(state.position, is_new)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
+from typing import Any
 
 import torch
 
@@ -42,6 +43,18 @@ class Spikes:
         self.losses: deque[float] = deque(maxlen=health.spike_window)
         self.passed_over: set[int] = set()  # ends of batches that a rollback left behind
         self.rollbacks = 0
+
+    def take_up(self, known: dict[str, Any]) -> None:
+        """Go on from what a checkpoint has (`state`)."""
+        self.losses.extend(known.get("losses", ()))
+        self.passed_over.update(known.get("passed_over", ()))
+        self.rollbacks = known.get("rollbacks", 0)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has of it: functions that are asked when it is saved."""
+        if self.health.on_spike == "none":
+            return {}
+        return {"losses": lambda: list(self.losses), "passed_over": lambda: sorted(self.passed_over), "rollbacks": lambda: self.rollbacks}
 
     def limit(self) -> float | None:
         """The largest loss that is none; None where nothing is watched, or too little is known."""

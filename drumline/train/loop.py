@@ -70,6 +70,8 @@ class Loop:
     def __post_init__(self) -> None:
         health = self.plan.config.health
         self.spikes = Spikes(health, self.emit)
+        self.spikes.take_up(self.state.spikes)
+        self.state.spikes = self.spikes.state()
         self.weights = Weights(self.plan, self.engine, self.gather, self.emit)
         self.profile = Profile(self.plan, self.gather.rank, self.emit)
         self.collectives = Collectives(health.check_collectives)
@@ -174,6 +176,7 @@ class Loop:
         heartbeat.beat("startup")
         with self.goodput.spend("restore"):
             self.stream = self.rewind()
+        self.state.spikes = self.spikes.state()  # what has shown since is still known
         self.saver.saved_step, self.metric, self.landed, self.checkpointable = self.state.step, None, time.time(), True
         self.weights.agreed = self.state.step  # and not on the weights after it, which are made again
 

@@ -26,6 +26,7 @@ from drumline.telemetry.events import Emit, Nonfinite
 
 # A fresh fp16 scale of 2^16 may have to halve this often before the first step fits.
 MAX_RESCALES = 20
+LATE = "stream", "spikes"
 SQUARES = "squared_norms"  # a sum of ranks that step by themselves: of their own gradients
 
 
@@ -34,7 +35,7 @@ class TrainState:
     """The trainer's own state. `position` counts samples drawn from the global order since step 0; `tokens` are real ones, all ranks.
     `best`: the best eval.metric; `evaluated`: steps at the last evaluation, 0 before one (-1: an older checkpoint); `mark`: the metric that
     eval.patience compares with, and `stale`: evaluations in a row since that were not better. `stream`: what a stream goes on from
-    besides."""
+    besides; `spikes`: what health.on_spike compares with and has passed over."""
 
     step: int = 0
     position: int = 0
@@ -45,10 +46,12 @@ class TrainState:
     mark: float | None = None
     stale: int = 0
     stream: dict[str, Any] = field(default_factory=dict)
+    spikes: dict[str, Any] = field(default_factory=dict)
 
     def dump(self) -> dict[str, Any]:
-        """As a checkpoint has it. What of `stream` is a function is asked for now; collective, as a save is."""
-        return {**vars(self), "stream": {key: value() if callable(value) else value for key, value in self.stream.items()}}
+        """As a checkpoint has it. What of `stream` and `spikes` is a function is asked for now; collective, as a save is."""
+        now = {name: {key: value() if callable(value) else value for key, value in getattr(self, name).items()} for name in LATE}
+        return {**vars(self), **now}
 
 
 @dataclass

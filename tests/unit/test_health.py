@@ -47,14 +47,14 @@ def poisoned(step: int, poison: int = 40) -> GlobalBatch:
 
 
 def run(folder: Path, policy: str, **sections: Any) -> tuple[Loop, FakeEngine, list[dict[str, Any]]]:
-    engine = FakeEngine()
+    engine, steps = FakeEngine(), sections.pop("steps", STEPS)
     health = {"on_spike": policy, "spike_window": 20, **sections.pop("health", {})}
     built, said = loop(folder, engine, range(0), held_out=False, schedule="constant", health=health, **sections)
-    built.stream = (poisoned(step) for step in range(STEPS))
+    built.stream = (poisoned(step) for step in range(steps))
 
     def rewind() -> Any:
         vars(built.state).update(vars(Start.find(built.plan, "newest").restore(engine, built.emit, 0.0)))
-        return (poisoned(step) for step in range(built.state.position // 2, STEPS))
+        return (poisoned(step) for step in range(built.state.position // 2, steps))
 
     built.rewind = rewind
     built.run()
@@ -101,6 +101,23 @@ def test_a_spike_goes_back_to_the_checkpoint_and_passes_over_the_batch(tmp_path:
     if log_every == 1:
         assert [e["step"] for e in of(said, "step")] == [*range(1, POISON + 2), *range(25, STEPS + 1)]
     assert built.goodput.seconds["recompute"] > 0
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_resumed_run_knows_what_is_a_spike_and_what_was_passed_over(tmp_path: Path, policy: str) -> None:
+    """It stopped after 36 steps, or, with `skip`, before the spike."""
+    stops = POISON if policy == "skip" else 36
+    health = {"on_spike": policy, "spike_window": 20}
+    first, _, _ = run(tmp_path, policy, steps=stops, checkpoint={"every": 8, "keep": 9})
+    engine = FakeEngine()
+    state = Start.find(first.plan, "newest" if policy == "skip" else str(tmp_path / "checkpoints" / "step-00000032")).restore(
+        engine, first.emit, 0.0
+    )
+    again, said = loop(tmp_path, engine, range(0), held_out=False, schedule="constant", health=health, state=state)
+    assert again.spikes.losses and again.spikes.rollbacks == len(again.spikes.passed_over) == (policy == "rollback")
+    again.stream = (poisoned(step) for step in range(POISON if policy == "skip" else 0, STEPS))
+    again.run()
+    assert [e["policy"] for e in of(said, "spike")] == (["skip"] if policy == "skip" else [])
 
 
 def test_weights_that_are_made_again_are_compared_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,12 @@ def batch(step: int) -> GlobalBatch:
 
 
 def loop(
-    tmp_path: Path, engine: FakeEngine | None = None, steps: range = range(STEPS), held_out: bool = True, **sections: Any
+    tmp_path: Path,
+    engine: FakeEngine | None = None,
+    steps: range = range(STEPS),
+    held_out: bool = True,
+    state: TrainState | None = None,
+    **sections: Any,
 ) -> tuple[Loop, list[dict]]:
     said: list[dict] = []
     made, engine, gather = plan(tmp_path, **sections), engine or FakeEngine(), Gather(0, 1, "cpu")
@@ -70,7 +75,7 @@ def loop(
         said.append(event.values())
 
     checkpointer = Checkpointer(tmp_path / "checkpoints", keep=2, keep_best=False, mode="min", asynchronous=False)
-    state, flag = TrainState(), Flag()
+    state, flag = state or TrainState(), Flag()
     built = Loop(
         plan=made,
         engine=engine,
@@ -118,6 +123,7 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
         "mark": None,
         "stale": 0,
         "stream": {},
+        "spikes": {},
     }
 
 

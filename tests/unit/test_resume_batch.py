@@ -121,3 +121,13 @@ def test_what_stays_frozen_is_what_it_was_trained_on_top_of(tmp_path: Path, sect
     with pytest.raises(CheckpointError, match=r"not those that this checkpoint was trained on top of .*--allow model"):
         going_on("optimizer", "model.id")
     assert first.base != going_on("model").base is not None
+
+
+def test_there_has_to_be_a_checkpoint_to_go_back_to(tmp_path: Path) -> None:
+    """Or step 0 would begin with weights that were trained."""
+    path = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), strategy="single", health={"on_spike": "rollback"})
+    plan = make_plan(Request(load(path, []), 1), on_progress=lambda *_: None)
+    built = build(plan, Ranks(), None, lambda event: None, StopFlag(), [], Goodput(0.0))
+    assert built.rewind is not None
+    with pytest.raises(CheckpointError, match="no checkpoint to go back to"):
+        built.rewind()
