@@ -34,9 +34,10 @@ from drumline.checkpoint.manifest import (
     step_of,
 )
 from drumline.checkpoint.ranks import Ranks, describe_error
-from drumline.checkpoint.remote import choose_or_none, state_at
+from drumline.checkpoint.remote import CHECKPOINTS, choose_or_none, state_at
 from drumline.checkpoint.storage import Reader, dtype_name, read_index
 from drumline.core.mesh import share
+from drumline.core.urls import is_url
 from drumline.errors import CheckpointError
 from drumline.foreign import disk_errors
 
@@ -55,8 +56,9 @@ class Found:
 
 
 def newest(root: Path, verify: bool, alone: bool = False) -> Found:
-    """The newest checkpoint under `root` that passes `check`. Collective unless `alone`."""
-    candidates, skipped = Ranks.all(alone).first(lambda: _by_age(root))
+    """The newest checkpoint under `root` that passes `check`. Collective unless `alone`. Raises CheckpointError for a `root` that
+    may not be read."""
+    candidates, skipped = Ranks.all(alone, CheckpointError).first(lambda: _by_age(root))
     for path in candidates:
         try:
             check(path, verify, alone)
@@ -79,6 +81,25 @@ def newest_state(root: Path, url: str | None) -> tuple[str, dict[str, Any]] | No
         if here is None or read_part(here)[0].serial < manifest.serial:
             return state_at(f"{store.url}/{folder}")
     return None if here is None else (str(here), read_state(here))
+
+
+def of_run(place: str) -> bool:
+    """Whether a place is the folder of a run, whose newest checkpoint is meant."""
+    return not is_url(place) and (Path(place) / CHECKPOINTS).is_dir()
+
+
+def named(place: str) -> tuple[str, dict[str, Any]]:
+    """A checkpoint, or the newest one of a run, by its folder or URL; and its state. Only a look, as `newest_state`. Raises CheckpointError
+    for anything else."""
+    if is_url(place):
+        return state_at(place)
+    with disk_errors("cannot be read", place, CheckpointError):
+        path = Path(place)
+        found = newest(path / CHECKPOINTS, verify=False, alone=True).path if of_run(place) else None
+        if found is None:
+            check(path, verify=False, alone=True)
+            found = path
+        return str(found), read_state(found)
 
 
 def pointed(root: Path, pointer: Literal["latest", "best"]) -> Path | None:
@@ -164,7 +185,9 @@ def _by_age(root: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
     """The committed checkpoints under `root`, newest first; and those with an unreadable manifest, each with the reason."""
     aged: list[tuple[int, Path]] = []
     unreadable: list[tuple[Path, str]] = []
-    for path in sorted(root.iterdir(), reverse=True) if root.is_dir() else []:
+    with disk_errors("cannot be read", str(root), CheckpointError):
+        entries = sorted(root.iterdir(), reverse=True) if root.is_dir() else []
+    for path in entries:
         if step_of(path.name) is not None:
             try:
                 aged.append((read_part(path)[0].serial, path))
@@ -175,9 +198,10 @@ def _by_age(root: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
 
 def _structure(path: Path) -> Manifest:
     """The manifest, after all checks but those of the shards' content. Raises CheckpointError."""
-    _require_committed(path)
-    manifest = read_manifest(path)
-    present = {entry.name for entry in path.iterdir()} - {MANIFEST}
+    with disk_errors("cannot be read", str(path), CheckpointError):
+        _require_committed(path)
+        manifest = read_manifest(path)
+        present = {entry.name for entry in path.iterdir()} - {MANIFEST}
     # Files of desktops and network disks (.DS_Store, .nfs…) are never read; a shard too many means that two saves were mixed.
     for name in sorted(filter(SHARD_NAME.fullmatch, present - set(manifest.files))):
         raise CheckpointError("does not belong to this checkpoint", where=str(path / name))

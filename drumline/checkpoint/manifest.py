@@ -141,7 +141,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 def read_part(folder: Path) -> tuple[Manifest, set[str]]:
     """The manifest of a folder that may hold a part of a checkpoint, and the files that lie there. Raises CheckpointError."""
-    if (folder / MANIFEST).exists() or not (folder / PART).exists():
+    with disk_errors("cannot be read", str(folder), CheckpointError):
+        whole = (folder / MANIFEST).exists() or not (folder / PART).exists()
+    if whole:
         manifest = read_manifest(folder)
         return manifest, set(manifest.files)
     part = unsealed(_content(folder / PART), Part, str(folder / PART))

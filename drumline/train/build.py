@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from drumline.checkpoint.disks import Disks, Gatherer, fetch
-from drumline.checkpoint.load import Found, check, compensations, load, newest, read_state
+from drumline.checkpoint.load import Found, check, compensations, load, newest, of_run, read_state
 from drumline.checkpoint.manifest import make_newest, read_manifest, step_of
 from drumline.checkpoint.memory import Memory
 from drumline.checkpoint.ranks import Ranks as RankGroup
@@ -206,19 +206,20 @@ class Start:
 
     @classmethod
     def find(cls, plan: Plan, resume: str, memory: Memory | None = None) -> Start:
-        """`resume`: a checkpoint's folder or URL, or `newest` for the newest whole one, on disk or in memory. Collective."""
+        """`resume`: a checkpoint's folder or URL, or `newest` for the newest whole one, on disk or in memory, or the folder of a run, for
+        that of it. Collective."""
         verify, skipped = plan.config.checkpoint.verify, []
         path: Path | None = Path(resume)
         RankGroup.all(error_type=CheckpointError).each(partial(recover, Path(plan.run_dir) / "checkpoints"))
-        if resume == "newest":
-            found = _newest(plan)
-            if memory is not None:
+        if (newest_own := resume == "newest") or RankGroup.all(error_type=CheckpointError).first(lambda: of_run(resume)):
+            found = _newest(plan) if newest_own else newest(Path(resume) / "checkpoints", verify)
+            if newest_own and memory is not None:
                 later = memory.newest(step_of(found.path.name) or 0 if found.path else 0, lambda state: _misfit(plan, state))
                 found = Found(later.path or found.path, [*later.skipped, *found.skipped])
             path, skipped = found.path, [{"path": str(p), "reason": reason} for p, reason in found.skipped]
-            if path is None and skipped:
-                what = "no checkpoint is whole: " + "; ".join(s["reason"] for s in skipped)
-                raise CheckpointError(what, where=plan.run_dir, fix="start again in another folder with run.dir=…")
+            if path is None and (skipped or not newest_own):
+                what, where = "no checkpoint is whole: " + "; ".join(s["reason"] for s in skipped), plan.run_dir if newest_own else resume
+                raise CheckpointError(what, where=where, fix="start again in another folder with run.dir=…")
         elif is_url(resume):
             path = fetch(resume, Path(plan.run_dir) / FETCHED)
         else:

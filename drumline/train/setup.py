@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from drumline.checkpoint.load import check, newest, newest_state, read_state
+from drumline.checkpoint.load import named, newest_state, of_run
 from drumline.checkpoint.memory import require_room
-from drumline.checkpoint.remote import Store, require_unused, state_at
+from drumline.checkpoint.remote import Store, require_unused
 from drumline.checkpoint.retention import recover
 from drumline.core import network
 from drumline.core.config import Config
@@ -20,7 +20,6 @@ from drumline.core.model import Head, ModelConfig
 from drumline.core.plan import DataIdentity, DataPlan, Plan, RolePlan
 from drumline.core.resolve import batch_norm_why, device_of, processes_of, resolve
 from drumline.core.rollouts import RolloutSpec
-from drumline.core.urls import is_url
 from drumline.data import prepare as data_prepare
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples
@@ -66,7 +65,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     """Find the model, prepare the data (a dry run only looks whether it is there) and resolve every number."""
     config, base = request.loaded.config, request.loaded.base_dir
     if request.resume not in (None, "newest"):
-        _named(request.resume or "")  # before any work is done for nothing
+        named(request.resume or "")  # before any work is done for nothing
     if config.checkpoint.url:
         Store(config.checkpoint.url)
     check_installed(config.run.report_to, base.absolute())
@@ -307,7 +306,8 @@ def _make_fallback(plan: Plan) -> None:
 
 
 def resume_from(run_dir: Path, request: Request, plan: Plan) -> str | None:
-    """What `--resume` means to the ranks: `newest` (a start at step 0 where there is nothing yet), a checkpoint folder, or None.
+    """What `--resume` means to the ranks: `newest` (a start at step 0 where there is nothing yet), a checkpoint's folder or URL, the
+    folder of a run, or None.
 
     Only a look at the config and the data that were saved: the ranks verify the checkpoint itself, each a part of it.
     """
@@ -316,7 +316,7 @@ def resume_from(run_dir: Path, request: Request, plan: Plan) -> str | None:
     found = _to_go_on_from(request.resume, plan)
     if found is not None:
         _check_same_run(*found, plan, request.allow)
-    return "newest" if found is None or request.resume == "newest" else found[0]
+    return "newest" if found is None else request.resume if request.resume == "newest" or of_run(request.resume) else found[0]
 
 
 def as_before(plan: Plan, request: Request) -> Plan:
@@ -336,19 +336,7 @@ def as_before(plan: Plan, request: Request) -> Plan:
 
 def _to_go_on_from(resume: str, plan: Plan) -> tuple[str, dict[str, Any]] | None:
     """A checkpoint and its state; None where there is no newest one yet."""
-    return newest_state(Path(plan.run_dir) / CHECKPOINTS, plan.config.checkpoint.url) if resume == "newest" else _named(resume)
-
-
-def _named(place: str) -> tuple[str, dict[str, Any]]:
-    """A checkpoint, or the newest one of a run, by its folder or URL; and its state. Raises CheckpointError for anything else."""
-    if is_url(place):
-        return state_at(place)
-    path = Path(place)
-    found = newest(path / CHECKPOINTS, verify=False, alone=True).path if (path / CHECKPOINTS).is_dir() else None
-    if found is None:
-        check(path, verify=False, alone=True)
-        found = path
-    return str(found), read_state(found)
+    return newest_state(Path(plan.run_dir) / CHECKPOINTS, plan.config.checkpoint.url) if resume == "newest" else named(resume)
 
 
 def _check_same_run(path: str, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.checkpoint.load import check, load, newest, pointed, read_state
+from drumline.checkpoint.load import check, load, named, newest, pointed, read_state
 from drumline.checkpoint.save import Checkpointer
 from drumline.errors import CheckpointError
 from tests.checkpoint_ranks import blank, content, differing
@@ -96,3 +97,19 @@ def test_a_pointer_leads_nowhere_outside(tmp_path: Path) -> None:
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "root" / "best").write_text("../step-00000001\n")
     assert pointed(tmp_path / "root", "best") is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("closed", [".", "checkpoints", "checkpoints/step-00000007"])
+def test_what_may_not_be_read_is_one_line(tmp_path: Path, path: Path, closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / closed).chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+            named("checkpoints/step-00000007")
+        with pytest.raises(CheckpointError):
+            named(".")
+    finally:
+        os.seteuid(0)

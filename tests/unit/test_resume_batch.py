@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,19 @@ def test_there_has_to_be_a_checkpoint_to_go_back_to(tmp_path: Path) -> None:
     assert built.rewind is not None
     with pytest.raises(CheckpointError, match="no checkpoint to go back to"):
         built.rewind()
+
+
+def test_a_run_that_is_named_is_gone_on_with_from_its_newest_whole_checkpoint(tmp_path: Path) -> None:
+    model = tiny_model_dir(tmp_path / "model")
+    path = write_config(tmp_path, model, strategy="single", checkpoint={"every": 2, "keep": 9}, run={"log_every": 1})
+    train(path, None)
+    run, other = tmp_path / "run", f"run.dir={tmp_path / 'other'}"
+    shard = next((run / "checkpoints" / "step-00000004").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    request = Request(load(path, [other]), 1, str(run))
+    _, start = claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)
+    built, made = train(path, start, other)
+    assert [event.step for event in made] == [3, 4] and built.state.step == 4
+    shutil.rmtree(run / "checkpoints" / "step-00000002")
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*step-00000004"):
+        train(path, start, other)
