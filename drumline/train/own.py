@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.checkpoint.load import newest_state, read_state
+from drumline.checkpoint.load import named as at_place
+from drumline.checkpoint.load import newest_state
 from drumline.checkpoint.memory import require_room
-from drumline.checkpoint.remote import require_unused, state_at
+from drumline.checkpoint.remote import require_unused
 from drumline.checkpoint.retention import recover
 from drumline.core.load import Draft, refused, saved_config, validated
 from drumline.core.output import say
 from drumline.core.plan import Plan
 from drumline.core.resolve import resolve
 from drumline.core.run import RunConfig
-from drumline.core.urls import is_url
 from drumline.data.samples import indexed
 from drumline.dist.seeds import derive
 from drumline.dist.start import Ranks, leave_process
@@ -106,7 +106,7 @@ def claim(plan: Plan, resume: bool | str | Path, allow: tuple[str, ...], stack: 
         require_unused(url)
     found = newest_state(checkpoints, url) if resume is True else None
     if resume and resume is not True:
-        found = state_at(str(resume)) if is_url(resume) else (str(resume), read_state(Path(str(resume))))
+        found = at_place(str(resume))
     if found is not None:
         path, state = found
         changes, keys = refused(saved_config(state["config"], plan.config, allow, path), plan.config, allow)
@@ -334,6 +334,13 @@ def require_rates(max_grad_norm: float | None, lr: float | None) -> None:
         raise UserError(f"max_grad_norm is {max_grad_norm}, a number above 0 is wanted", where="session.step", fix="None clips nothing")
     if lr is not None and not lr >= 0:
         raise UserError(f"lr is {lr}, a number of 0 or more is wanted", where="session.step", fix="None takes the optimizer's own")
+
+
+def counted(every: int) -> int:
+    """Raises UserError for what is no number of steps."""
+    if not isinstance(every, int) or every < 1:
+        raise UserError(f"every is {every}, a number of steps from 1 on is wanted", where="session.save", fix="None saves at each call")
+    return every
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -368,7 +368,7 @@ class Session:
         """Save a checkpoint, in the background; with `every` at its multiples alone, and between them in memory as `in_memory_every` has
         it. At the end of the session the last is saved anyway. Collective."""
         self._require_prepared()
-        in_memory, on_disk = self.plan.config.checkpoint.in_memory_every, every is None or self.steps % every == 0
+        in_memory, on_disk = self.plan.config.checkpoint.in_memory_every, every is None or self.steps % own.counted(every) == 0
         if not on_disk and (in_memory is None or self.steps % in_memory):
             return
         if self._unused():

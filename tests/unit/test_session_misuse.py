@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from drumline.errors import DataError, UserError
+from drumline.errors import DataError, EnvironmentFault, UserError
 from tests.harness import events
 from tests.unit.test_session import ROWS, build, collate, loss_of, session, sgd, stepped
 
@@ -86,6 +87,25 @@ def test_a_checkpoint_without_its_name_is_gone_on_from(tmp_path: Path, mark: str
     with session(tmp_path, resume=True) as s:
         s.prepare(build, sgd)
         assert s.steps == 1
+
+
+def test_a_run_is_gone_on_with_by_its_folder(tmp_path: Path) -> None:
+    with session(tmp_path) as s:
+        stepped(s)
+    for place in (tmp_path / "run", str(tmp_path / "run" / "checkpoints" / "step-00000001")):
+        with session(tmp_path / "other", resume=place) as s:
+            s.prepare(build, sgd)
+            assert s.steps == 1
+    with pytest.raises(EnvironmentFault, match="not a committed checkpoint"), session(tmp_path / "other", resume=tmp_path / "no"):
+        pass
+
+
+@pytest.mark.parametrize("every", [0, -1, 0.5])
+def test_a_number_of_steps_that_is_none(tmp_path: Path, every: Any) -> None:
+    with session(tmp_path) as s:
+        stepped(s)
+        with pytest.raises(UserError, match=f"every is {every}, a number of steps from 1 on"):
+            s.save(every=every)
 
 
 def test_each_session_of_a_process_says_its_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
