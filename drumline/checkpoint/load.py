@@ -44,6 +44,7 @@ from drumline.foreign import disk_errors
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 HASHING_THREADS = 8
 BEFORE = re.compile(r"^optim\.(.+)\.compensation$")  # what older checkpoints call compensation.<name>
+WEIGHTS_ONLY = "weights_only"  # in the state of what was saved without the rest
 SAME = "load it with the model and optimizer it was saved with"
 
 
@@ -55,13 +56,16 @@ class Found:
     skipped: list[tuple[Path, str]]
 
 
-def newest(root: Path, verify: bool, alone: bool = False) -> Found:
-    """The newest checkpoint under `root` that passes `check`. Collective unless `alone`. Raises CheckpointError for a `root` that
-    may not be read."""
-    candidates, skipped = Ranks.all(alone, CheckpointError).first(lambda: _by_age(root))
+def newest(root: Path, verify: bool, alone: bool = False, to_train: bool = False) -> Found:
+    """The newest checkpoint under `root` that passes `check`; `to_train`: and has more than weights. Collective unless `alone`. Raises
+    CheckpointError for a `root` that may not be read."""
+    ranks = Ranks.all(alone, CheckpointError)
+    candidates, skipped = ranks.first(lambda: _by_age(root))
     for path in candidates:
         try:
             check(path, verify, alone)
+            if to_train:
+                ranks.first(lambda place=path: _require_state(place))  # type: ignore[misc]
         except CheckpointError as error:
             skipped.append((path, error.line()))
         else:
@@ -74,7 +78,7 @@ def newest_state(root: Path, url: str | None) -> tuple[str, dict[str, Any]] | No
 
     Only a look: nothing is verified but the state itself. Raises CheckpointError for a URL that does not answer.
     """
-    whole, parts = newest(root, verify=False, alone=True).path, [path for path in _by_age(root)[0] if (path / PART).exists()]
+    whole, parts = newest(root, verify=False, alone=True, to_train=True).path, [path for path in _by_age(root)[0] if (path / PART).exists()]
     here = max(filter(None, (whole, *parts[:1])), key=lambda path: read_part(path)[0].serial, default=None)
     if url is not None and (there := choose_or_none(url)) is not None:
         store, folder, manifest = there
@@ -95,9 +99,10 @@ def named(place: str) -> tuple[str, dict[str, Any]]:
         return state_at(place)
     with disk_errors("cannot be read", place, CheckpointError):
         path = Path(place)
-        found = newest(path / CHECKPOINTS, verify=False, alone=True).path if of_run(place) else None
+        found = newest(path / CHECKPOINTS, verify=False, alone=True, to_train=True).path if of_run(place) else None
         if found is None:
             check(path, verify=False, alone=True)
+            _require_state(path)
             found = path
         return str(found), read_state(found)
 
@@ -233,6 +238,13 @@ def _require_committed(path: Path) -> None:
         if found := newest(root, verify=False, alone=True).path:
             raise CheckpointError(f"not a committed checkpoint; newest valid: {found}", where=str(path))
     raise CheckpointError("not a committed checkpoint, and there is none near it", where=str(path))
+
+
+def _require_state(path: Path) -> None:
+    """Raises CheckpointError for the weights alone."""
+    if read_state(path).get(WEIGHTS_ONLY):
+        fix = "export them, or go on from a checkpoint before"
+        raise CheckpointError("holds the weights alone: there was no room for more", where=str(path), fix=fix)
 
 
 def _require_file(path: Path, name: str, manifest: Manifest) -> None:

@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from drumline import __version__
 from drumline.checkpoint.disks import Disks, Gatherer, carry
+from drumline.checkpoint.load import WEIGHTS_ONLY
 from drumline.checkpoint.manifest import INDEX, STATE, UNFINISHED, FileRecord, Manifest, folder_name, step_of, write_durable, write_part
 from drumline.checkpoint.ranks import Ranks, RanksError, describe_error, is_lasting
 from drumline.checkpoint.remote import Remote
@@ -165,7 +166,7 @@ class Checkpointer:
             return SaveResult(step, None, 0.0, 0, failure.line(), 0.0, begun=False), False
         weights = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0].endswith("model")}
         for part in (tensors, weights):
-            there.save(step, part, state, metric)
+            there.save(step, part, state if part is tensors else {**state, WEIGHTS_ONLY: True}, metric)
             (result,) = there.wait()
             if result.path is not None:
                 break

@@ -212,7 +212,7 @@ class Start:
         path: Path | None = Path(resume)
         RankGroup.all(error_type=CheckpointError).each(partial(recover, Path(plan.run_dir) / "checkpoints"))
         if (newest_own := resume == "newest") or RankGroup.all(error_type=CheckpointError).first(lambda: of_run(resume)):
-            found = _newest(plan) if newest_own else newest(Path(resume) / "checkpoints", verify)
+            found = _newest(plan) if newest_own else newest(Path(resume) / "checkpoints", verify, to_train=True)
             if newest_own and memory is not None:
                 later = memory.newest(step_of(found.path.name) or 0 if found.path else 0, lambda state: _misfit(plan, state))
                 found = Found(later.path or found.path, [*later.skipped, *found.skipped])
@@ -261,7 +261,7 @@ def _newest(plan: Plan) -> Found:
     """The newest whole checkpoint of a run; where its files may lie on several disks or at a URL, put together on each disk. Collective."""
     saves, root, mode = plan.config.checkpoint, Path(plan.run_dir) / "checkpoints", _mode(plan)
     if not saves.apart:
-        return newest(root, saves.verify)
+        return newest(root, saves.verify, to_train=True)
     ranks = RankGroup.all(error_type=CheckpointError)
     gatherer = Gatherer(root, saves.verify, Store(saves.url) if saves.url else None, Disks.find(root, ranks))
     return gatherer.newest(lambda known: best_of(known, mode) if saves.keep_best else None)

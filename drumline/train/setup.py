@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from drumline.core import network
 from drumline.core.config import Config
 from drumline.core.explain import default_run_dir, size
 from drumline.core.facts import ModelFacts
-from drumline.core.files import write_whole
+from drumline.core.files import temporary_folder, write_whole
 from drumline.core.load import Request, allowed, refused, saved_config, to_yaml
 from drumline.core.model import Head, ModelConfig
 from drumline.core.plan import DataIdentity, DataPlan, Plan, RolePlan
@@ -300,9 +301,12 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
 def _make_fallback(plan: Plan) -> None:
     """Raises EnvironmentFault now where checkpoint.fallback_dir could not be used in need."""
     folder = fallback_folder(plan.config, plan.run_dir)
-    with disk_errors("cannot be made", f"checkpoint.fallback_dir {folder and folder.parent}", EnvironmentFault, "name another folder"):
+    with disk_errors("cannot be used", f"checkpoint.fallback_dir {folder and folder.parent}", EnvironmentFault, "name another folder"):
         if folder is not None:
-            folder.parent.mkdir(parents=True, exist_ok=True)
+            with temporary_folder(folder):
+                pass
+            with suppress(OSError):
+                folder.rmdir()  # it is made in need
 
 
 def resume_from(run_dir: Path, request: Request, plan: Plan) -> str | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +23,7 @@ from drumline.checkpoint.save import Checkpointer
 from drumline.errors import EnvironmentFault, NotSaved, Preempted
 from drumline.telemetry.events import read
 from drumline.train.loop import Loop
-from drumline.train.setup import Request, claim_run_dir
+from drumline.train.setup import Request, _make_fallback, claim_run_dir
 from drumline.train.state import fallback_folder
 from tests.faults.disks import fill, small_disk
 from tests.harness import ENV, write_config
@@ -146,6 +148,21 @@ def test_another_disk_that_is_none(disk: Path, tmp_path: Path, bad: str) -> None
             claim_run_dir(plan(tmp_path / "new", checkpoint={"fallback_dir": str(other)}), Request(loaded=None))  # type: ignore[arg-type]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_disk_that_may_not_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    made = plan(tmp_path / "run", checkpoint={"fallback_dir": str(tmp_path / "other")})
+    _make_fallback(made)
+    assert not list((tmp_path / "other").iterdir())
+    with tempfile.TemporaryDirectory() as other:  # all may look into it
+        Path(other).chmod(0o755)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(EnvironmentFault, match=r"fallback_dir .*: cannot be used: Permission denied"):
+                _make_fallback(plan(tmp_path / "run", checkpoint={"fallback_dir": other}))
+        finally:
+            os.seteuid(0)
+
+
 def test_weights_alone_where_a_whole_checkpoint_does_not_fit(tmp_path: Path) -> None:
     tensors = {f"{part}.w": torch.ones(2 * MIB) for part in ("model", "optim", "value/model", "value/optim")}  # 8 MiB each
     checkpointer = Checkpointer(tmp_path / "checkpoints", 2, False, "min", asynchronous=False)
@@ -153,6 +170,7 @@ def test_weights_alone_where_a_whole_checkpoint_does_not_fit(tmp_path: Path) -> 
         result, whole = checkpointer.rescue(disk / "run", 7, tensors, {"trainer": {}}, None)
         assert result.path is not None and result.error is None and not whole
         assert set(check(result.path, verify=True).tensors) == {"model.w", "value/model.w"}
+        assert read_state(result.path) == {"trainer": {}, "weights_only": True}
 
 
 def test_checkpoints_that_were_removed_under_the_run_are_made_again(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.checkpoint.load import check, load, newest, pointed, read_state
+from drumline.checkpoint.load import WEIGHTS_ONLY, check, load, named, newest, pointed, read_state
 from drumline.checkpoint.manifest import folder_name, make_newest
 from drumline.checkpoint.retention import recover
 from drumline.checkpoint.save import Checkpointer, SaveResult
 from drumline.checkpoint.staging import ALIGNED, Staging
-from drumline.errors import EnvironmentFault
+from drumline.errors import CheckpointError, EnvironmentFault
 from tests.checkpoint_ranks import blank, content, differing
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -170,6 +170,20 @@ def test_a_step_that_was_saved_again_has_its_name_back_after_a_kill(tmp_path: Pa
     Checkpointer(tmp_path, 2, True, "min", False)
     assert not list(tmp_path.glob(".t*"))
     assert back is None or read_state(folder)["shift"] == back
+
+
+def test_a_run_passes_over_weights_alone_and_a_reader_does_not(tmp_path: Path) -> None:
+    """What another disk had room for, brought home."""
+    checkpointer = Checkpointer(tmp_path, 2, True, "min", False)
+    for step in (1, 2):
+        checkpointer.save(step, content(step), {"step": step, WEIGHTS_ONLY: step == 2}, None)
+        checkpointer.wait()
+    home = tmp_path / folder_name(2)
+    assert newest(tmp_path, verify=True).path == home
+    found = newest(tmp_path, verify=True, to_train=True)
+    assert found.path == tmp_path / folder_name(1) and "weights alone" in found.skipped[0][1]
+    with pytest.raises(CheckpointError, match="weights alone"):
+        named(str(home))
 
 
 def test_state_that_is_no_json_is_a_programming_error_and_leaves_nothing(tmp_path: Path) -> None:
