@@ -204,6 +204,8 @@ def answers(config_path: Path, overrides: list[str], place: Path | None, number:
     if not plan.config.algorithm.has_answers:
         fix = "leave it out: held-out prompts of ppo and grpo are answered anyway"
         raise UserError(f"it is for algorithm sft, and this is {plan.config.algorithm.kind}", where="--generate", fix=fix)
+    if any(cache.info.get("images") for cache in held_out(plan)):
+        raise UserError("prompts with images are not answered here", where="--generate", fix="leave it out, or hold out rows of text alone")
     began = time.time()
     model, base_dir = open_plan(plan, weights.checkpoint), Path(plan.base_dir)
     questions = with_room(islice(_questions(plan, model, base_dir), number), plan.config.data.max_length)
@@ -265,20 +267,23 @@ def completed(model: Model, prompts: list[list[int]], max_length: int) -> list[t
 
 def _questions(plan: Plan, model: Model, base_dir: Path) -> Iterator[Question]:
     """Tasks with what their verifiers need, where all of data.eval is tasks; else the last answer of each held-out row."""
-    config, data = plan.config, plan.data
-    assert data is not None, "`planned` requires a held-out set"
+    config = plan.config
     if config.data.eval and all(isinstance(source, TasksSource) for source in config.data.eval):
         encoder = Encoder(model.tokenizer, everything=False, data=config.data)
         for source in config.data.eval:
             for row in read_rows(source, base_dir, PROMPT_FORMS):
                 yield Question(encoder.prompt(row)[1], str(row.extra["answer"]), row.extra)
         return
-    caches = map(TokenCache.open, data.eval_caches.values())
-    for tokens, learn in (segment for cache in caches for sample in range(len(cache)) for segment in cache.segments(sample)):
+    for tokens, learn in (segment for cache in held_out(plan) for sample in range(len(cache)) for segment in cache.segments(sample)):
         start, stop = last_answer(learn)
         if start:
             answer = model.tokenizer.decode(tokens[start:stop].tolist(), skip_special_tokens=True)
             yield Question(tokens[:start].tolist(), answer)
+
+
+def held_out(plan: Plan) -> list[TokenCache]:
+    assert plan.data is not None, "`planned` requires a held-out set"
+    return [TokenCache.open(folder) for folder in plan.data.eval_caches.values()]
 
 
 def harness(

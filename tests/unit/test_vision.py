@@ -24,14 +24,15 @@ from drumline.data.images import cut as cut_images
 from drumline.data.prepare import prepare
 from drumline.data.sources import Row, read_rows
 from drumline.data.templates import Example
-from drumline.errors import DataError, ModelError
+from drumline.errors import DataError, ModelError, UserError
+from drumline.inference.evaluate import answers
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective, can_split, split
 from drumline.models.load import load_config
 from drumline.models.tokenizer import load_tokenizer
 from drumline.models.vision import Vision
 from drumline.models.vision import vision_of as vision_of_run
-from tests.harness import vision_rows, write_rows
+from tests.harness import vision_rows, write_config, write_rows
 from tests.tiny import tiny_model_dir, tiny_vision_dir, write_images
 
 LOSS = NextToken(0, answers=True)
@@ -295,3 +296,10 @@ def test_a_folder_without_an_image_processor(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         vision_of(path)
     assert "\n" not in str(caught.value)
+
+
+def test_prompts_with_images_are_not_answered_without_them(tmp_path: Path, folder: Path) -> None:
+    config = write_config(tmp_path, folder / "model", data={"max_length": 256})
+    write_rows(tmp_path / "eval.jsonl", vision_rows(tmp_path, 3))
+    with pytest.raises(UserError, match="prompts with images are not answered here"):
+        answers(config, [], None, 3)
