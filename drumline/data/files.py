@@ -255,8 +255,11 @@ def image_path(image: Any, origin: str) -> str:
         with judged("is no data URL of base64", origin, DataError):
             image = base64.b64decode(image.partition(";base64,")[2], validate=True)
     elif hasattr(image, "convert") and hasattr(image, "save"):
+        from drumline.models.vision import in_colour  # with torch
+
         buffer = io.BytesIO()
-        image.save(buffer, format="png")
+        with judged("an image cannot be read", origin, DataError, "mend it or take the row out"):
+            in_colour(image).save(buffer, format="png")
         image = buffer.getvalue()
     if isinstance(image, bytes):
         path = cache_dir() / "images" / hashlib.sha256(image).hexdigest()

@@ -112,16 +112,32 @@ def vision_of(config: Config, path: str | None, hf_config: Any) -> Vision | None
 
 
 def read_image(path: str, origin: str) -> Any:
-    """An image from a file, upright, in RGB. Raises DataError that names `origin` and the path."""
-    from PIL import Image, ImageOps
+    """An image from a file, as `in_colour` makes it. Raises DataError that names `origin` and the path."""
+    from PIL import Image
 
     try:
         with Image.open(Path(path)) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
+            return in_colour(image)
     except Exception as error:  # decoders of strangers' files raise anything (struct.error, SyntaxError, bombs)
         reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {str(error) or type(error).__name__}"
         fix = "paths are relative to the folder of the data file" if isinstance(error, FileNotFoundError) else "mend it or take the row out"
         raise DataError(f"image {path}: {reason}", where=origin, fix=fix) from error
+
+
+def in_colour(image: Any) -> Any:
+    """A picture of Pillow upright, in RGB, of 16 bits the upper eight, over white where it is transparent. Raises ValueError for numbers of
+    which nobody knows how large white is."""
+    from PIL import Image, ImageOps
+
+    wide = image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG")
+    if image.mode in ("I", "F") and not wide:
+        raise ValueError("its numbers of 32 bits have no fixed range: save it with 8 bits a channel")
+    image = ImageOps.exif_transpose(image)
+    if wide:
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image.convert("RGB")
 
 
 def load_processor(path: str | None, model: ModelConfig, config: Any, side: int | None) -> Any:

@@ -6,16 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from drumline.core.data import PAIR_FORMS, TEXT_FORMS, Columns, DataConfig, FileSource, Forms, PythonSource
 from drumline.data.cache import TokenCache
 from drumline.data.encode import PairRows
+from drumline.data.files import image_path
 from drumline.data.fingerprint import cache_key
 from drumline.data.sources import Row, read_rows
 from drumline.data.templates import Encoder
 from drumline.data.workers import digest
+from drumline.errors import DataError
+from drumline.models.vision import read_image
 from tests.tiny import tiny_tokenizer
 from tests.unit.test_data_formats import ASK, NO, SAY, SYSTEM, TOOL, read
 from tests.unit.test_data_prepare import config, prepare, write_rows
@@ -77,6 +81,56 @@ def test_a_picture_is_its_pixels() -> None:
     pictures = [Image.new("RGB", (2, 2), color) for color in ("red", "red", "blue")]
     one, same, other = (digest(Row("", {"image": picture})) for picture in pictures)
     assert one == same != other
+
+
+def picture(mode: str, colour: Any) -> Image.Image:
+    """2 x 1 pixels, the left one black and opaque."""
+    made = Image.new(mode, (2, 1))
+    made.putpixel((0, 0), (0, 0, 0, 255) if mode == "RGBA" else (0, 255) if mode == "LA" else made.getpixel((1, 0)))
+    made.putpixel((1, 0), colour)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("mode", "colour", "shown"),
+    [
+        ("RGB", (10, 20, 30), (10, 20, 30)),
+        ("L", 128, (128,) * 3),
+        ("1", 1, (255,) * 3),
+        ("I;16", 0x8010, (128,) * 3),
+        ("RGBA", (10, 20, 30, 255), (10, 20, 30)),
+        ("RGBA", (0, 0, 0, 0), (255,) * 3),
+        ("LA", (0, 0), (255,) * 3),
+    ],
+)
+def test_colours_of_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, colour: Any, shown: tuple[int, ...]) -> None:
+    """In a file and decoded, as `datasets` gives them: none is clipped, and what is transparent is white, not what lies below."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = picture(mode, colour)
+    made.save(tmp_path / "a.png")
+    for path in (str(tmp_path / "a.png"), image_path(made, "hub/x row 1")):
+        found = read_image(path, "x:1")
+        assert [found.getpixel((x, 0)) for x in (0, 1)] == [(0, 0, 0), shown]
+
+
+def test_a_decoded_picture_is_turned_and_may_be_of_any_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for mode in ("CMYK", "YCbCr", "HSV"):
+        path = image_path(Image.new("RGB", (3, 2), (255, 0, 0)).convert(mode), "hub/x row 1")
+        assert np.allclose(read_image(path, "x:1").getpixel((0, 0)), (255, 0, 0), atol=2), mode
+    turned = Image.new("RGB", (3, 2))
+    turned.getexif()[0x0112] = 6
+    assert read_image(image_path(turned, "hub/x row 1"), "x:1").size == (2, 3)
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_a_picture_without_a_known_range_is_refused(tmp_path: Path, mode: str) -> None:
+    made, says = Image.new(mode, (2, 1)), "cannot be read: .* no fixed range"
+    with pytest.raises(DataError, match=says):
+        image_path(made, "hub/x row 1")
+    made.save(tmp_path / "a.tiff")
+    with pytest.raises(DataError, match=says):
+        read_image(str(tmp_path / "a.tiff"), "x:1")
 
 
 def test_holdout_where_a_block_of_rows_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
