@@ -38,7 +38,7 @@ class TextRows:
 
     def encode(self, row: Row) -> Encoded | None:
         if holds_images(row):
-            fix = "name a vision-language model, with algorithm sft"
+            fix = "name a vision-language model, with algorithm sft, or read none of a column with `columns: {images: ''}`"
             raise DataError("this row holds images, and text alone is read here", where=row.origin, fix=fix)
         full = self.encoder.encode(row)
         example = full if self.whole else truncate(full, self.data.max_length, self.data.truncation, row.origin)

@@ -269,8 +269,9 @@ def image_path(image: Any, origin: str) -> str:
                 with whole_file(path, shared=True) as file:
                     file.write(image)
         return str(path)
-    if not isinstance(image, str):
-        raise DataError(f"an image is given as {type(image).__name__}, neither as a path nor as its bytes", where=origin)
+    if not isinstance(image, str) or not image:
+        given = "an empty text" if image == "" else type(image).__name__
+        raise DataError(f"an image is given as {given}, neither as a path nor as its bytes", where=origin)
     if "://" in image:
         raise DataError(f"an image is a URL, not a path: {image[:60]}", where=origin, fix="download it and name the file")
     return image

@@ -32,6 +32,7 @@ from drumline.foreign import expanded
 from drumline.models.vision import Grid, Vision, pixels, read_image
 
 PLACE = "<image>"
+UNREAD = ("video", "videos", "audio", "audios")  # columns that other libraries read beside a conversation
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class ImageRows:
 
     def encode(self, row: Row) -> Encoded | None:
         """The row cut to data.max_length. An image that does not fit is left out as a whole."""
+        _require_read(row)
         placed, paths = place_images(row)
         if paths:
             self.encoder.require_template("images need a chat template", row)
@@ -68,6 +70,15 @@ class ImageRows:
         if kept is None or len(kept.tokens) == len(full.example.tokens):
             return None if kept is None else full.encoded(truncated=False)
         return cut(full, len(kept.tokens), self.data.truncation == "left").encoded(truncated=True)
+
+
+def _require_read(row: Row) -> None:
+    """Raises DataError for a row that has something which the model would not see: videos, sounds, or images beside a document."""
+    images = {"image": row.extra.get("image"), "images": row.values.get("images")} if "text" in row.values else {}
+    unread = {name: row.extra.get(name) for name in UNREAD}
+    if name := next((name for name, held in (images | unread).items() if held), None):
+        fix = "give a prompt and a completion beside it" if name in images else "take the column or the row out"
+        raise DataError(f"what column {name!r} holds would be left out", where=row.origin, fix=fix)
 
 
 def expand(short: Example, images: Sequence[tuple[str, Grid]], vision: Vision) -> Expanded:
@@ -99,7 +110,7 @@ def place_images(row: Row) -> tuple[Row, list[str]]:
     """The row with its images as `{"type": "image"}` parts of contents, the form of chat templates, and their absolute paths in order.
     Raises DataError for a URL, and if places and images do not match."""
     given = row.values.get("images")
-    waiting = None if given is None else list(given) if isinstance(given, list) else [given]
+    waiting = None if given is None else list(given) if isinstance(given, list) or given == "" else [given]
     paths: list[str] = []
 
     def image(part: dict[str, Any]) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def read_rows(
             name, made = shaped(values, forms, source.format, origin) if not mapped else ("", values)
             row = _normalise(origin, made, source.columns, count, forms)
             if forms != TEXT_FORMS and holds_images(row):
-                fix = "use algorithm sft, or take the images out"
+                fix = "use algorithm sft, take the images out, or read none of a column with `columns: {images: ''}`"
                 raise DataError(f"row {count} holds images, which this algorithm does not take", where=origin, fix=fix)
         except Tie:
             undecided += 1
@@ -179,7 +179,9 @@ def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: in
         raise DataError(what, where=origin, fix="map them with `columns`" + nearest_format(values, known))
     if not mapped <= set(forms[0]):
         raise DataError(f"`columns` maps parts of different kinds of rows: {', '.join(sorted(mapped))}", where=origin, fix="keep one kind")
-    if "image" not in forms[0] and forms[0] != ("text",) and columns.images is None and "images" not in values:
+    if "label" in forms[0] and {"text", "image"} & set(forms[0]):
+        names["images"] = ""  # nothing else has the class
+    elif "image" not in forms[0] and forms[0] != ("text",) and columns.images is None and "images" not in values:
         names["images"] = "image"
     result: dict[str, Any] = {}
     for part in forms[0]:
@@ -188,7 +190,7 @@ def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: in
             fix = f"map it with `columns.{part}`"
             raise DataError(f"row {number} has no column {name!r}; its columns are: {there}", where=origin, fix=fix)
         result[part] = _checked(part, name, values[name], origin, number, padded)
-    result |= {part: values[names[part]] for part in OPTIONAL if values.get(names[part]) is not None}
+    result |= {part: values[names[part]] for part in OPTIONAL if names[part] and values.get(names[part]) is not None}
     taken = {names[part] for part in result if part != "tools"}
     tools = result.pop("tools", None)
     if tools is not None and TALKS & set(result) and (tools := read_tools(tools, names["tools"], origin, padded)):

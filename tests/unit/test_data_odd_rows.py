@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,16 @@ def test_a_picture_is_its_pixels() -> None:
     pictures = [Image.new("RGB", (2, 2), color) for color in ("red", "red", "blue")]
     one, same, other = (digest(Row("", {"image": picture})) for picture in pictures)
     assert one == same != other
+
+
+def test_images_that_nothing_reads_stop_no_run(tmp_path: Path) -> None:
+    """The class is that of the text; of pairs and prompts the user says so. An index column of pandas has no name, and is no image."""
+    classified = {"text": "a", "label": "x", "image": "a.png"}
+    assert read(tmp_path, classified, (("text", "label"),)).values == {"text": "a", "label": "x"}
+    pair = {"prompt": "hi", "chosen": "a", "rejected": "b"}
+    with pytest.raises(DataError, match=re.escape("`columns: {images: ''}`")):
+        read(tmp_path, {**pair, "image": "a.png"}, PAIR_FORMS)
+    assert read(tmp_path, {**pair, "image": "a.png", "": 7}, PAIR_FORMS, columns=Columns(images="")).values == pair
 
 
 def picture(mode: str, colour: Any) -> Image.Image:

@@ -220,6 +220,7 @@ def test_ways_to_say_where_an_image_stands(tmp_path: Path) -> None:
     marked = placed(tmp_path, prompt="<image>hm", completion="ah", images=["a.png"])
     assert marked == ([[IMAGE, text], "ah"], ["a.png"])
     assert placed(tmp_path, messages=[{"role": "user", "content": [text, text]}]) == (["hmhm"], [])
+    assert placed(tmp_path, messages=[{"role": "user", "content": "hm"}], image="") == (["hm"], [])
     assert placed(tmp_path, messages=[{"role": "user", "content": "a tag: <image>"}]) == (["a tag: <image>"], [])
 
 
@@ -263,6 +264,11 @@ def test_images_that_rows_hold(tmp_path: Path, folder: Path, monkeypatch: pytest
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, r"content\[0\] is video, neither text nor an image"),
         ({"prompt": "<image>", "completion": "x", "images": ["gone.png"]}, "gone.png: no such file"),
         ({"prompt": "<image>", "completion": "x", "images": ["bad.png"]}, "bad.png: cannot be read"),
+        ({"prompt": "x", "completion": "x", "images": [""]}, "given as an empty text"),
+        ({"text": "a picture", "image": "a.png"}, "what column 'image' holds would be left out"),
+        ({"text": "a <image>", "images": ["a.png"]}, "what column 'images' holds would be left out"),
+        ({"prompt": "<video>x", "completion": "x", "videos": ["a.mp4"]}, "what column 'videos' holds would be left out"),
+        ({"messages": [{"role": "user", "content": "x"}], "audio": {"path": "a.mp3"}}, "what column 'audio' holds would be left out"),
         ({"prompt": "<|image_pad|>", "completion": "x"}, "0 images, but the chat template writes 1 places"),
     ],
 )
