@@ -111,6 +111,10 @@ class AlgorithmSpec(Spec):
         """The classes of the samples in the token caches, in order; none where they have no class. `held_out`: of each evaluation set."""
         return ()
 
+    def measures(self, labels: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of `metrics` that an evaluation has where these are the classes."""
+        return self.metrics
+
     def collator(self, plan: Plan, width: int | None) -> Callable[[Any], Callable[..., Any]]:
         """Token cache → sample ids (-1: a filler) → micro-batch, a `data.batches.Batch`. `width`: tokens of all rows; None: as many as
         the longest has. Where `pairs_with_previous`, the ids of the samples before these come second."""

@@ -25,7 +25,7 @@ from drumline.data import prepare as data_prepare
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples
 from drumline.dist.seeds import Draws
-from drumline.errors import CheckpointError, EnvironmentFault, ModelError, PlanError
+from drumline.errors import CheckpointError, ConfigError, EnvironmentFault, ModelError, PlanError
 from drumline.foreign import disk_errors, require_package
 from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import Machine, detect, free_bytes
@@ -97,6 +97,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         data = data_prepare.prepare(config, tokenizer_path, base, on_progress, vision)
     if data is not None and config.model.init == "pretrained":
         data = data.model_copy(update={"labels": in_own_order(policy.hf_config, data.labels)})
+    if data is not None:
+        _require_measured(config, data.labels)
     if rollout is not None:
         _check_prompts(rollout, config, base, data)
     machine = request.machine or detect()
@@ -189,6 +191,14 @@ def _require_runs(plan: Plan) -> None:
             from drumline.parallel.stages import find_cuts
 
             find_cuts(model)
+
+
+def _require_measured(config: Config, labels: tuple[str, ...]) -> None:
+    """Raises ConfigError where eval.metric is one that classes as few as these have not."""
+    metric, names = config.eval.metric, config.algorithm.measures(labels)
+    if not metric.startswith("tasks/") and metric.rpartition("/")[2] in {*config.algorithm.metrics} - {*names}:
+        what = f"{metric!r} is not measured with {len(labels)} classes"
+        raise ConfigError(what, where="eval.metric", fix=f"one of {', '.join(names)}")
 
 
 def _check_prompts(rollout: RolloutSpec, config: Config, base: Path, data: DataPlan | None) -> None:

@@ -166,6 +166,12 @@ BAD: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any],
     ),
     "unseen when held out": (ROWS, [{"text": "a", "label": "new"}], {}, "others.jsonl:1: label 'new' is on no training row"),
     "no label": ([{"text": "a"}], [], {}, "has no text and label"),
+    "top-5 of three": (
+        ROWS,
+        [],
+        {"eval": {"metric": "top5_accuracy"}},
+        "'top5_accuracy' is not measured with 3 classes — one of loss, accuracy, macro_f1",
+    ),
     "label is a list": ([{"text": "a", "label": ["x"]}], [], {}, "not the name or number of a class"),
 }
 

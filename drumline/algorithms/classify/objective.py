@@ -8,10 +8,8 @@ import torch
 from torch.nn.functional import cross_entropy, one_hot
 
 from drumline.algorithms.base import Algorithm, LossOut
-from drumline.algorithms.classify.spec import ClassifyConfig
+from drumline.algorithms.classify.spec import TOP, ClassifyConfig
 from drumline.data.batches import IGNORE
-
-TOP = 5  # top-5 accuracy means something from twice as many classes on
 
 
 class Classify(Algorithm):
