@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,8 +15,9 @@ WHERE = "model.freeze"
 
 
 def freeze(model: nn.Module, names: Sequence[str]) -> None:
-    """Freeze the parameters with one of `names`, or below a module with one: no gradients, no moments, no place in checkpoints. Raises
-    ModelError for a name that the model does not have, and if nothing stays trainable."""
+    """Freeze the parameters with one of `names`, or below a module with one: no gradients, no moments, no place in checkpoints. Batch norms
+    there normalise by the statistics that they have, and take no others. Raises ModelError for a name that the model does not have, and if
+    nothing stays trainable."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in names:
         below = [parameter for each, parameter in parameters.items() if each == name or each.startswith(f"{name}.")]
@@ -26,8 +28,17 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
             raise ModelError(f"{type(model).__name__} has nothing called {name!r}", where=WHERE, fix=fix)
         for parameter in below:
             parameter.requires_grad_(False)
+        for each, module in model.named_modules():
+            if f"{each}.".startswith(f"{name}.") and getattr(module, "running_mean", None) is not None:
+                # Of the module and no class: what makes a norm one of several ranks' samples gives it another class.
+                module.eval().train = partial(_stay, module)  # type: ignore[method-assign]
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ModelError("nothing stays trainable", where=WHERE, fix="leave a part out")
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    """`module.train` of one that stays in eval mode."""
+    return module
 
 
 def learning(model: nn.Module) -> list[str]:

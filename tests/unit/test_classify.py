@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from drumline.data.cache import TokenCache
 from drumline.errors import DrumlineError, ModelError
 from drumline.inference.evaluate import planned as of_evaluation
 from drumline.models.build import build_model
+from drumline.models.freeze import freeze
 from drumline.models.scores import grey_image
 from drumline.models.tokenizer import load_tokenizer
 from drumline.train.entry import run
@@ -153,6 +156,20 @@ def test_images_need_no_tokenizer(tmp_path: Path, model: Path) -> None:
     red = (torch.tensor([1.0, 0.0, 0.0]) - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
     assert batch.pixels_BCHW.shape == (2, 3, 16, 16) and torch.allclose(batch.pixels_BCHW[0], red[:, None, None].expand(3, 16, 16))
     assert not batch.pixels_BCHW[1].any() and batch.weight == 1
+
+
+def test_frozen_batch_norms_take_no_statistics() -> None:
+    """Nor do copies of them: they normalise as in evaluation, and those that learn as in training."""
+    model = build_model(None, ModelConfig(id=None, config=RESNET), 0, head="image", labels=("a", "b"))
+    freeze(model, ["resnet.embedder"])
+    pixels = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301 - made here
+        before = {name: buffer.clone() for name, buffer in each.named_buffers()}
+        wanted = each.eval().resnet.embedder(pixels)
+        each.train()(pixels)
+        assert torch.equal(each.resnet.embedder(pixels), wanted)
+        changed = {name for name, buffer in each.named_buffers() if not torch.equal(buffer, before[name])}
+        assert changed == {name for name in before if not name.startswith("resnet.embedder.")} and len(changed) < len(before)
 
 
 ROWS = labelled_rows(6)
