@@ -40,11 +40,13 @@ def card(run_dir: Path, plan: Plan, folder: Path, to: str, adapter: bool) -> str
     if base is not None and HUB_ID.fullmatch(base):
         head |= {"base_model": base, "base_model_relation": "adapter" if adapter else "finetune"}
     form = "the adapter alone, for PEFT" if adapter else "whole weights" + ", the adapter merged" * (config.adapter.kind == "lora")
+    classes = [(str(index), _text(label)) for index, label in enumerate(plan.labels)]
     parts = [
         f"---\n{write_yaml(head)}---",
         f"# {_text(to.split('/')[-1])}",
         f"Trained by Drumline with `{config.algorithm.kind}`"
         + f" from {f'`{_code(base)}`' if base else 'random weights'}. It holds {form}, in {origin.get('dtype')}.",
+        *(["## Classes\n" + _table([("logit", "class"), *classes])] if classes else []),
         *_sections(run_dir, plan, events, origin),
         *([] if "license" in metadata else ["## License\nNot known: the base model's card names none, or could not be read."]),
     ]

@@ -104,6 +104,7 @@ def export(
             save_file(value, temporary / VALUE_FILE)
         origin = {"drumline": __version__, "run": str(run_dir), "checkpoint": checkpoint.name, "step": step, "dtype": dtype}
         origin |= {"torch": torch.__version__, "transformers": transformers.__version__}
+        origin |= {"labels": [*plan.labels]} if plan.labels else {}  # which PEFT's files have no place for
         (temporary / PROVENANCE).write_text(json.dumps(origin, indent=2) + "\n")
         progress("export", 2, 4)
         expected = _logits(model.float(), plan)

@@ -14,8 +14,9 @@ from drumline.checkpoint.save import Checkpointer
 from drumline.core.config import Config, LoRAConfig, LoRAFactors
 from drumline.core.mesh import Mesh
 from drumline.core.model import ModelConfig
-from drumline.core.plan import BatchPlan, Plan, Predicted
+from drumline.core.plan import BatchPlan, DataPlan, Plan, Predicted
 from drumline.errors import EnvironmentFault, ModelError
+from drumline.inference.card import card
 from drumline.models import adapters
 from drumline.models.build import build_model
 from drumline.models.export import export
@@ -169,6 +170,19 @@ def test_adapter_export_is_what_peft_reads(folder: Path, tmp_path: Path) -> None
     for again in (PeftModel.from_pretrained(base, tmp_path / "out"), AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")):
         assert torch.equal(again.eval()(input_ids=IDS).logits, model.eval()(input_ids=IDS).logits)
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) > 300
+
+
+def test_the_adapter_of_a_classifier_names_its_classes(folder: Path, tmp_path: Path) -> None:
+    labels = ("no", "y*s", "perhaps")
+    model = build_model(str(folder), ModelConfig(id=str(folder)), 0, head="text", labels=labels)
+    adapters.inject(model, LORA, 0)
+    run = run_of(tmp_path, folder, move(model), algorithm={"kind": "classify"})
+    plan = Plan.load(run / "plan.json")
+    plan = plan.model_copy(update={"data": DataPlan(train_cache="", labels=labels)})
+    plan.save(run / "plan.json")
+    export(run, tmp_path / "out", "last", adapter=True)
+    assert json.loads((tmp_path / "out" / "drumline.json").read_text())["labels"] == [*labels]
+    assert "| 1 | y\\*s |" in card(run, plan, tmp_path / "out", "me/mine", adapter=True)
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["merged", "adapter"])
