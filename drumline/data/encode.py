@@ -21,6 +21,7 @@ from drumline.foreign import expanded
 
 Text = str | Messages
 SIDES = ("chosen", "rejected")
+MOST_DIGITS = 600  # of a number; Python reads 640 at least
 OWN = "own columns"  # of a prompt's row, under names that its meta has for something else
 
 
@@ -171,15 +172,18 @@ def cut_pair(chosen: Example, rejected: Example, max_length: int, policy: Policy
 
 
 def label_of(row: Row, labels: list[str] | None) -> str:
-    """The name of the row's class. Raises DataError for one that is not among `labels`."""
+    """The name of the row's class; a number may be text, as a CSV has it. Raises DataError for one that is not among `labels`, and for an
+    empty one."""
     given = row.values["label"]
     if isinstance(given, bool):
         raise DataError("the label is bool, not the name or number of a class", where=row.origin)
     name = str(given)
+    if not name.strip():
+        raise DataError("the label is empty", where=row.origin, fix="take the row out")
     if labels is None or name in labels:
         return name
-    if isinstance(given, int) and 0 <= given < len(labels):
-        return labels[given]
+    if re.fullmatch("0|[1-9][0-9]{,8}", name) and int(name) < len(labels):
+        return labels[int(name)]
     what = f"label {name!r} is none of algorithm.labels: {_few(labels)}"
     raise DataError(what, where=row.origin, fix="add it there, or leave labels out")
 
@@ -197,7 +201,12 @@ def classes(train: TokenCache, held_out: Sequence[TokenCache], labels: list[str]
             raise DataError(what, where=meta["origin"], fix="add training rows of it, or take the row out")
     if labels:
         return tuple(labels)
-    return tuple(sorted(found, key=lambda name: (int(name) if name.removeprefix("-").isdecimal() else 2**63, name)))
+    return tuple(sorted(found, key=_place))
+
+
+def _place(name: str) -> tuple[bool, int, str]:
+    number = name.removeprefix("-").isdecimal() and len(name) < MOST_DIGITS
+    return not number, int(name) if number else 0, name
 
 
 def _few(names: Sequence[str]) -> str:

@@ -17,6 +17,8 @@ from drumline.core.load import load
 from drumline.core.model import ModelConfig
 from drumline.core.plan import Plan
 from drumline.data.cache import TokenCache
+from drumline.data.encode import label_of
+from drumline.data.sources import Row
 from drumline.errors import DrumlineError, ModelError
 from drumline.inference.evaluate import planned as of_evaluation
 from drumline.models.build import build_model
@@ -117,6 +119,9 @@ def test_numbers_are_classes_in_order(tmp_path: Path, model: Path) -> None:
     assert plan.data is not None and plan.data.labels == ("0", "2", "10")
     named = planned(tmp_path, model, rows[1:], algorithm={"kind": "classify", "labels": ["no", "yes", "perhaps"]})
     assert named.data is not None and named.data.labels == ("no", "yes", "perhaps")
+    assert [label_of(Row("x:1", {"label": label}), ["no", "yes"]) for label in (0, "1", "no")] == ["no", "yes", "no"]
+    huge = planned(tmp_path, model, [{"text": "a", "label": label} for label in ("b", "9" * 5000, "10")])
+    assert huge.data is not None and huge.data.labels == ("10", "9" * 5000, "b")
 
 
 def test_a_classifier_of_the_same_classes_keeps_their_order(tmp_path: Path, model: Path) -> None:
@@ -189,6 +194,9 @@ BAD: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any],
         {"eval": {"metric": "top5_accuracy"}},
         "'top5_accuracy' is not measured with 3 classes — one of loss, accuracy, macro_f1",
     ),
+    "an empty label": ([*ROWS, {"text": "a", "label": ""}], [], {}, "rows.jsonl:7: the label is empty"),
+    "a class twice": (ROWS, [], {"algorithm": {"kind": "classify", "labels": ["a", "b", "a"]}}, "name two classes or more, each once"),
+    "no classes": (ROWS, [], {"algorithm": {"kind": "classify", "labels": []}}, "name two classes or more, each once"),
     "label is a list": ([{"text": "a", "label": ["x"]}], [], {}, "not the name or number of a class"),
 }
 

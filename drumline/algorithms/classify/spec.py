@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from drumline.core.algorithm import AlgorithmSpec, HeadOutput
 from drumline.core.data import DataConfig, Forms
@@ -32,6 +32,13 @@ class ClassifyConfig(AlgorithmSpec):
     labels: list[str] | None = Field(None, description="The classes in order; null: those of the training data, sorted.")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Part of the target that is spread over all classes.")
     image_size: int | None = Field(None, gt=0, le=10**5, description="image: side of the square it is scaled to; null: the processor's.")
+
+    @field_validator("labels")
+    @classmethod
+    def _apart(cls, labels: list[str] | None) -> list[str] | None:
+        if labels is not None and (len(labels) < 2 or len(set(labels)) < len(labels) or not all(map(str.strip, labels))):
+            raise ValueError("name two classes or more, each once")
+        return labels
 
     @property
     def forms(self) -> Forms:
