@@ -13,7 +13,7 @@ import numpy as np
 
 from drumline.core.data import DataConfig
 from drumline.data.cache import TokenCache
-from drumline.data.files import as_json, image_path
+from drumline.data.files import as_json, image_path, root_of
 from drumline.data.sources import Row, holds_images
 from drumline.data.templates import Encoded, Encoder, Example, Messages, Policy, as_messages, truncate
 from drumline.errors import ConfigError, DataError
@@ -236,13 +236,13 @@ class LabelledTexts:
 class LabelledImages:
     """Encodes images by path, as one token each. Reads each image once, to find damaged ones; its pixels are read again for a batch."""
 
-    def __init__(self, labels: list[str] | None) -> None:
-        self.labels = labels
+    def __init__(self, labels: list[str] | None, data: DataConfig) -> None:
+        self.labels, self.root = labels, root_of(data)
 
     def encode(self, row: Row) -> Encoded | None:
         from drumline.models.vision import read_image  # with torch
 
-        path = str((row.folder / expanded(image_path(row.values["image"], row.origin))).absolute())
+        path = str((row.folder / expanded(image_path(row.values["image"], row.origin, self.root))).absolute())
         read_image(path, row.origin)
         return Encoded([_unlearned([0])], {"label": label_of(row, self.labels), "origin": row.origin, "path": path})
 

@@ -13,17 +13,19 @@ import random
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
+from pathlib import Path
 from typing import IO, Any
 
-from drumline.core.data import PAIR_FORMS, PROMPT_FORMS, DigitsSource, FileSource, Forms, TasksSource
+from drumline.core.data import PAIR_FORMS, PROMPT_FORMS, DataConfig, DigitsSource, FileSource, Forms, TasksSource
 from drumline.core.files import whole_file
 from drumline.data.places import DataFile
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import MIB, disk_errors, import_quietly, judged, parse_json
+from drumline.foreign import MIB, disk_errors, expanded, import_quietly, judged, parse_json
 from drumline.hardware.detect import cache_dir
 
 MOST_LINE = 256 * MIB  # bytes of one row
 MOST_ARRAY = 16 * MOST_LINE  # of a file that is one JSON array: it is read whole
+IMAGES, DIGITS = "images", "digits"  # folders of images that rows hold, and that come with a package
 TEST_DIGITS = 360  # the last ones
 _ROWS_TRIED = 16  # other rows, whose answers are tried first
 _EDITS_TRIED = 64
@@ -246,8 +248,13 @@ def read_tasks(source: TasksSource, forms: Forms) -> Iterator[Raw]:
             yield where, columns
 
 
-def image_path(image: Any, origin: str) -> str:
-    """The path of an image: as a row names it, or of a file in the cache folder with the bytes that the row holds (of a table's `{bytes,
+def root_of(data: DataConfig) -> Path:
+    """The folder of the token caches."""
+    return cache_dir() / "data" if data.cache_dir is None else expanded(data.cache_dir).absolute()
+
+
+def image_path(image: Any, origin: str, root: Path) -> str:
+    """The path of an image: as a row names it, or of a file in `root`/images with the bytes that the row holds (of a table's `{bytes,
     path}`, a data URL or a picture that Pillow has read). Raises DataError for what is no image, and EnvironmentFault."""
     if isinstance(image, Mapping):
         image = next((image[key] for key in ("bytes", "url", "path") if image.get(key) is not None), image)
@@ -262,8 +269,8 @@ def image_path(image: Any, origin: str) -> str:
             in_colour(image).save(buffer, format="png")
         image = buffer.getvalue()
     if isinstance(image, bytes):
-        path = cache_dir() / "images" / hashlib.sha256(image).hexdigest()
-        with disk_errors("cannot be written", str(path), EnvironmentFault, "set XDG_CACHE_HOME"):
+        path = root / IMAGES / hashlib.sha256(image).hexdigest()
+        with disk_errors("cannot be written", str(path), EnvironmentFault, "set data.cache_dir"):
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with whole_file(path, shared=True) as file:
@@ -328,7 +335,7 @@ def read_digits(source: DigitsSource) -> Iterator[Raw]:
     digits = load_digits()
     count = len(digits.target)
     numbers = {"train": range(count - TEST_DIGITS), "test": range(count - TEST_DIGITS, count), "all": range(count)}[source.split]
-    folder = cache_dir() / "digits"
+    folder = cache_dir() / DIGITS
     with disk_errors("cannot be written", str(folder), EnvironmentFault, "set XDG_CACHE_HOME"):
         folder.mkdir(parents=True, exist_ok=True)
         for number in numbers:

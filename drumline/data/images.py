@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ import torch
 from drumline.core.data import DataConfig
 from drumline.data.batches import FILLER_WIDTH, Batch, TokenBatch, collate, labels_of
 from drumline.data.cache import TokenCache
-from drumline.data.files import image_path
+from drumline.data.files import image_path, root_of
 from drumline.data.sources import Row, is_image
 from drumline.data.templates import Encoded, Encoder, Example, as_messages, truncate
 from drumline.errors import DataError
@@ -52,12 +53,12 @@ class ImageRows:
     """Encodes conversations with and without images. Image tokens are never targets."""
 
     def __init__(self, tokenizer: Any, data: DataConfig, vision: Vision) -> None:
-        self.encoder, self.data, self.vision = Encoder(tokenizer, False, data), data, vision
+        self.encoder, self.data, self.vision, self.root = Encoder(tokenizer, False, data), data, vision, root_of(data)
 
     def encode(self, row: Row) -> Encoded | None:
         """The row cut to data.max_length. An image that does not fit is left out as a whole."""
         _require_read(row)
-        placed, paths = place_images(row)
+        placed, paths = place_images(row, self.root)
         if paths:
             self.encoder.require_template("images need a chat template", row)
         short = self.encoder.encode(placed)
@@ -106,9 +107,9 @@ def cut(full: Expanded, size: int, left: bool) -> Expanded:
     return Expanded(example, [full.images[i] for i in inside], [(full.spans[i][0] - start, full.spans[i][1] - start) for i in inside])
 
 
-def place_images(row: Row) -> tuple[Row, list[str]]:
-    """The row with its images as `{"type": "image"}` parts of contents, the form of chat templates, and their absolute paths in order.
-    Raises DataError for a URL, and if places and images do not match."""
+def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:
+    """The row with its images as `{"type": "image"}` parts of contents, the form of chat templates, and their absolute paths in order; for
+    those that it holds see `image_path`. Raises DataError for a URL, and if places and images do not match."""
     given = row.values.get("images")
     waiting = None if given is None else list(given) if isinstance(given, list) or given == "" else [given]
     paths: list[str] = []
@@ -117,7 +118,7 @@ def place_images(row: Row) -> tuple[Row, list[str]]:
         named = next((part[key] for key in ("image", "path", "url", "image_url") if part.get(key) is not None), None)
         if named is None and not waiting:
             raise DataError("there are more places for images than images", where=row.origin, fix="name each in the column `images`")
-        path = image_path(waiting.pop(0) if named is None and waiting else named, row.origin)
+        path = image_path(waiting.pop(0) if named is None and waiting else named, row.origin, root)
         paths.append(str((row.folder / expanded(path)).absolute()))
         return {"type": "image"}
 
@@ -160,6 +161,24 @@ def join_metas(metas: Sequence[bytes], rows: Sequence[int], packs: Iterable[Sequ
         whole = {key: [item for part in parts for item in part[key]] for key in ("images", "grid")}
         joined.append(json.dumps(whole, ensure_ascii=False).encode() if parts else b"")
     return joined
+
+
+def folders_of(metas: Iterable[bytes]) -> set[Path]:
+    """The folders that the images of samples with these metas lie in."""
+    return {Path(path).parent for meta in metas if meta for path in _paths(json.loads(meta))}
+
+
+def lacks_images(cache: TokenCache) -> bool:
+    """Whether images are gone that were written for the samples of a cache."""
+    if not (folders := cache.info.get("image_folders")):
+        return False
+    there = {str(path) for folder in map(Path, folders) if folder.is_dir() for path in folder.iterdir()}
+    paths = (path for sample in range(len(cache)) for path in _paths(cache.meta(sample)))
+    return any(path not in there for path in paths if str(Path(path).parent) in folders)
+
+
+def _paths(meta: dict[str, Any]) -> list[str]:
+    return [*meta.get("images", ()), *([meta["path"]] if "path" in meta else ())]
 
 
 def count_images(metas: Sequence[bytes]) -> dict[str, int]:

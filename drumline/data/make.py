@@ -18,14 +18,16 @@ from drumline.core.config import Config
 from drumline.core.data import Source, TasksSource
 from drumline.core.plan import LEFT_OUT
 from drumline.data.cache import Column, Layout, bounds, commit, read_info, temporary_folder
+from drumline.data.files import DIGITS, IMAGES, root_of
 from drumline.data.filters import RawRows, where
-from drumline.data.images import count_images, join_metas
+from drumline.data.images import count_images, folders_of, join_metas
 from drumline.data.overlap import Evaluation, drop_copies, drop_near_copies
 from drumline.data.packing import cut, pack
 from drumline.data.sources import OPTIONAL, Keep, Row, describe, read_rows
 from drumline.data.stage import HELD_OUT, TRAIN, Ints, Stage
 from drumline.data.workers import Job, encode_all
 from drumline.errors import DataError
+from drumline.hardware.detect import cache_dir
 from drumline.models.vision import Vision
 
 Progress = Callable[[str, int, "int | None"], None]
@@ -54,6 +56,11 @@ class Task:
     @property
     def folders(self) -> list[Path]:
         return [] if self.streams else [folder for folder in (self.folder, self.holdout_folder) if folder is not None]
+
+    @property
+    def written(self) -> set[Path]:
+        """The folders of images that reading the rows writes."""
+        return {root_of(self.config.data) / IMAGES, cache_dir() / DIGITS}
 
     @property
     def done(self) -> bool:
@@ -177,7 +184,7 @@ def finish(task: Task, stage: Stage, temporary: Path, folder: Path, role: int) -
     """Make samples of the rows of a role in `temporary`, which has the token files of training rows, and give the cache its name."""
     config, grouped = task.config, task.config.data.mixed and task.role == "train"
     layout, rows, images = Layout(temporary), Column(temporary / "rows.npy", np.dtype(np.uint64)), dict[str, int]()
-    row_set, by_source = 0, [_counted(stage, number, source) for number, source in enumerate(task.sources)]
+    row_set, folders, by_source = 0, set[Path](), [_counted(stage, number, source) for number, source in enumerate(task.sources)]
     copies = None if role == TRAIN else Copies(stage, temporary)
     ordered = config.data.curriculum is not None and task.role == "train" and role == TRAIN
     for source, numbers in stage.blocks(role, grouped, ordered):
@@ -190,7 +197,10 @@ def finish(task: Task, stage: Stage, temporary: Path, folder: Path, role: int) -
         if copies is not None:
             segments = copies.of(segments)
         before = layout.samples
-        for key, count in count_images(layout.add(*_samples(config, segments, learned, owner, stage.metas_of(records)))).items():
+        metas = layout.add(*_samples(config, segments, learned, owner, stage.metas_of(records)))
+        if config.images_alone or task.vision is not None:
+            folders |= folders_of(metas) & task.written
+        for key, count in count_images(metas).items():
             images[key] = images.get(key, 0) + count
         if grouped or len(by_source) == 1:
             by_source[source]["samples"] = (by_source[source]["samples"] or 0) + layout.samples - before
@@ -223,6 +233,7 @@ def finish(task: Task, stage: Stage, temporary: Path, folder: Path, role: int) -
         "row_set": row_set - 2**64 * (row_set >= 2**63),  # the same in any order; signed, as JSON files of ours hold no more
         **counts,
         **images,
+        "image_folders": sorted(map(str, folders)),
         "efficiency": counts["tokens"] / (counts["samples"] * config.data.max_length) if config.packs else None,
     }
     commit(temporary, folder, info)

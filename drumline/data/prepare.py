@@ -14,12 +14,12 @@ from drumline.core.rollouts import require_room
 from drumline.data.blocks import Maker, read_ledger
 from drumline.data.cache import TokenCache, left_out, read_info, verify
 from drumline.data.encode import OWN
+from drumline.data.files import root_of
 from drumline.data.fingerprint import cache_key, identify
+from drumline.data.images import lacks_images
 from drumline.data.make import Progress, Task, make
 from drumline.data.sources import domains
 from drumline.errors import ConfigError, DataError
-from drumline.foreign import expanded
-from drumline.hardware.detect import cache_dir
 from drumline.models.vision import Vision
 
 
@@ -31,17 +31,16 @@ def prepare(
     vision: Vision | None = None,
     check: bool = False,
 ) -> DataPlan:
-    """What the caches of `config.data` hold, which are made if they do not exist. `on_progress(phase, rows done, all rows if known)`: the
-    phases are "hash" (of the input), "tokenise", "pack". `vision`: that of a vision-language model. `check`: verify the caches that exist,
-    and make damaged ones again. Raises DataError for input that cannot be used, EnvironmentFault for a disk that cannot be written."""
+    """What the caches of `config.data` hold, which are made if they do not exist, or their images were lost. `on_progress(phase, rows done,
+    all rows if known)`: the phases are "hash" (of the input), "tokenise", "pack". `vision`: of a vision-language model. `check`: verify the
+    caches that exist, and make damaged ones again. Raises DataError for input that cannot be used, EnvironmentFault for a disk that
+    cannot be written."""
     progress = on_progress or (lambda phase, done, total: None)
     progress("hash", 0, None)
     tasks = _tasks(config, tokenizer_path, base_dir, vision)
     for task in tasks:
-        for folder in task.folders if check else ():
-            try:
-                verify(folder, (read_info(folder) or {"sha256": {}})["sha256"])
-            except DataError:
+        for folder in task.folders:
+            if (check and _is_damaged(folder)) or _lacks_images(folder):
                 shutil.rmtree(folder)
         if not _done(task):
             (Maker(task, tokenizer_path, base_dir).make(0) if task.streams else make(task, tokenizer_path, base_dir, progress))
@@ -51,7 +50,20 @@ def prepare(
 def cached(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None = None) -> DataPlan | None:
     """The same if all of the caches exist, else None."""
     tasks = _tasks(config, tokenizer_path, base_dir, vision)
-    return _plan(tasks) if all(map(_done, tasks)) else None
+    lost = any(_lacks_images(folder) for task in tasks for folder in task.folders)
+    return _plan(tasks) if all(map(_done, tasks)) and not lost else None
+
+
+def _is_damaged(folder: Path) -> bool:
+    try:
+        verify(folder, (read_info(folder) or {"sha256": {}})["sha256"])
+    except DataError:
+        return True
+    return False
+
+
+def _lacks_images(folder: Path) -> bool:
+    return read_info(folder) is not None and lacks_images(TokenCache.open(folder))
 
 
 def _done(task: Task) -> bool:
@@ -60,7 +72,7 @@ def _done(task: Task) -> bool:
 
 def _tasks(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None) -> list[Task]:
     data = config.data
-    root = cache_dir() / "data" if data.cache_dir is None else expanded(data.cache_dir).absolute()
+    root = root_of(data)
     if data.eval and data.holdout:
         raise ConfigError("data.holdout and data.eval are two ways to say the same", where="data.holdout", fix="keep one of them")
     require_room(config.algorithm.new_tokens, data.max_length)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import pickle
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,6 +163,20 @@ def test_images_need_no_tokenizer(tmp_path: Path, model: Path) -> None:
     red = (torch.tensor([1.0, 0.0, 0.0]) - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
     assert batch.pixels_BCHW.shape == (2, 3, 16, 16) and torch.allclose(batch.pixels_BCHW[0], red[:, None, None].expand(3, 16, 16))
     assert not batch.pixels_BCHW[1].any() and batch.weight == 1
+
+
+def test_images_that_rows_hold_lie_beside_the_cache_and_are_written_again(tmp_path: Path, model: Path) -> None:
+    sections, red = images(tmp_path), (tmp_path / "red.png").read_bytes()
+    url = f"data:image/png;base64,{base64.b64encode(red).decode()}"
+    rows = [{"image": image, "label": label} for label, image in (("a", url), ("b", "red.png"))]
+    plan = planned(tmp_path, model, rows, **sections)
+    (stored,) = (tmp_path / "cache" / "images").iterdir()
+    for missing in (stored, tmp_path / "cache" / "images"):
+        missing.unlink() if missing.is_file() else shutil.rmtree(missing)
+        asked = Request(load(tmp_path / "config.yaml", []), world_size=1)
+        assert make_plan(asked, on_progress=lambda *_: None, dry_run=True).data is None, "it is not there any more"
+        again = planned(tmp_path, model, rows, **sections)
+        assert stored.read_bytes() == red and again.data == plan.data
 
 
 def test_frozen_batch_norms_take_no_statistics() -> None:

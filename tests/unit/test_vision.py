@@ -197,7 +197,7 @@ def test_no_image_is_cut_in_two(size: int, left: bool, tokens: list[int], images
 
 def placed(folder: Path, **values: Any) -> tuple[list[Any], list[str]]:
     row = next(read_rows_of(folder, values))
-    found, paths = place_images(row)
+    found, paths = place_images(row, folder)
     content = [m["content"] for key in ("messages", "prompt", "completion") for m in found.values.get(key, ())]
     return content, [Path(path).name for path in paths]
 
@@ -224,12 +224,11 @@ def test_ways_to_say_where_an_image_stands(tmp_path: Path) -> None:
     assert placed(tmp_path, messages=[{"role": "user", "content": "a tag: <image>"}]) == (["a tag: <image>"], [])
 
 
-def test_images_that_rows_hold(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_that_rows_hold(tmp_path: Path, folder: Path) -> None:
     """As tables of the hub have them: bytes or a data URL, under `image` or `images`, with a place in the text or before the question."""
     from datasets import Dataset
     from PIL import Image
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     data = (folder / write_images(folder, 1, seed=7)[0]).read_bytes()
     url, held = f"data:image/png;base64,{base64.b64encode(data).decode()}", {"bytes": data, "path": None}
     text, padded = {"type": "text", "text": "what?"}, {"text": None, "type": "image", "index": 0}
@@ -244,12 +243,23 @@ def test_images_that_rows_hold(tmp_path: Path, folder: Path, monkeypatch: pytest
     ):
         Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
         (found,) = read_rows(FileSource(path="rows.parquet"), tmp_path)
-        shown, (path,) = place_images(found)
+        shown, (path,) = place_images(found, tmp_path)
         turns = shown.values.get("messages") or shown.values["prompt"]
         assert turns[0]["content"] == content and Path(path).read_bytes() == data
-    assert len(list((tmp_path / "cache" / "drumline" / "images").iterdir())) == 1, "the same bytes are one file"
-    loaded = Path(image_path(Image.open(io.BytesIO(data)), "hub/x row 1"))
+    assert len(list((tmp_path / "images").iterdir())) == 1, "the same bytes are one file"
+    loaded = Path(image_path(Image.open(io.BytesIO(data)), "hub/x row 1", tmp_path))
     assert Image.open(loaded).tobytes() == Image.open(io.BytesIO(data)).tobytes()
+
+
+def test_lost_images_that_rows_held_are_written_again(tmp_path: Path, folder: Path, vision: Vision) -> None:
+    data = (folder / write_images(folder, 1, seed=7)[0]).read_bytes()
+    row = {"prompt": "what?", "completion": "RED"}
+    write_rows(tmp_path / "rows.jsonl", [{**row, "image": f"data:image/png;base64,{base64.b64encode(data).decode()}"}, row])
+    for _ in range(2):
+        cache = cache_of(tmp_path, vision, packing=False)
+        (path,) = (tmp_path / "cache" / "images").iterdir()
+        assert len(cache) == 2 and path.read_bytes() == data
+        path.unlink()
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ class ClassifyConfig(AlgorithmSpec):
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.encode import LabelledImages, LabelledTexts
 
-        return LabelledTexts(tokenizer, self.labels, data) if self.modality == "text" else LabelledImages(self.labels)
+        return LabelledTexts(tokenizer, self.labels, data) if self.modality == "text" else LabelledImages(self.labels, data)
 
     def classes(self, train: Any, held_out: list[Any]) -> tuple[str, ...]:
         from drumline.data.encode import classes
