@@ -158,11 +158,13 @@ def load_processor(path: str | None, model: ModelConfig, config: Any, side: int 
 
 
 def side_of(processor: Any, channels: int) -> int:
-    """Pixels of the square that a processor makes, found by trying."""
+    """Pixels of the square that a processor makes, found by trying. Raises ModelError where it makes none."""
     from PIL import Image
 
     shape = pixels(processor, [Image.new("RGB", (64, 48))], channels).shape
-    assert shape[2] == shape[3], shape
+    if shape[2] != shape[3]:
+        what = f"its image processor makes {shape[3]} × {shape[2]} pixels of 64 × 48, and images of a batch are squares here"
+        raise ModelError(what, where="model", fix="set algorithm.image_size, or size to a height and width in preprocessor_config.json")
     return int(shape[3])
 
 

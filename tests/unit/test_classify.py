@@ -27,6 +27,7 @@ from drumline.models.build import build_model
 from drumline.models.freeze import freeze
 from drumline.models.scores import grey_image
 from drumline.models.tokenizer import load_tokenizer
+from drumline.models.vision import load_processor, side_of
 from drumline.train.entry import run
 from drumline.train.setup import Request, make_plan
 from tests.harness import events, labelled_rows, write_config, write_rows
@@ -233,6 +234,14 @@ def test_bad_images_are_one_line(tmp_path: Path, model: Path, file: str, says: s
         planned(tmp_path, model, rows, **images(tmp_path))
     line = error.value.line()
     assert says in line and "rows.jsonl:2" in line and file in line and error.value.exit_code == 2
+
+
+def test_an_image_processor_that_makes_no_square_is_refused() -> None:
+    pytest.importorskip("PIL", reason="needs pillow")
+    assert side_of(load_processor(None, ModelConfig(), SimpleNamespace(), 8), 3) == 8
+    oblong = type(load_processor(None, ModelConfig(), SimpleNamespace(), 8))(size={"height": 8, "width": 12})
+    with pytest.raises(ModelError, match="makes 12 × 8 pixels of 64 × 48, and images of a batch are squares"):
+        side_of(oblong, 3)
 
 
 @pytest.mark.slow
