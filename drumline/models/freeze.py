@@ -31,7 +31,7 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
         for each, module in model.named_modules():
             if f"{each}.".startswith(f"{name}.") and getattr(module, "running_mean", None) is not None:
                 # Of the module and no class: what makes a norm one of several ranks' samples gives it another class.
-                module.eval().train = partial(_stay, module)  # type: ignore[method-assign]
+                module.eval().train = partial(_stay, module)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ModelError("nothing stays trainable", where=WHERE, fix="leave a part out")
 
