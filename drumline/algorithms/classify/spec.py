@@ -29,7 +29,11 @@ class ClassifyConfig(AlgorithmSpec):
     objective: ClassVar[str] = "drumline.algorithms.classify.objective:Classify"
     kind: Literal["classify"] = "classify"
     modality: Literal["text", "image"] = Field("text", description="What is classified.")
-    labels: list[str] | None = Field(None, description="The classes in order; null: those of the training data, sorted.")
+    labels: list[str] | None = Field(
+        None,
+        description="The classes in order; null: those of the training data, sorted. A classifier that was trained on just these keeps its"
+        " own order.",
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Part of the target that is spread over all classes.")
     image_size: int | None = Field(None, gt=0, le=10**5, description="image: side of the square it is scaled to; null: the processor's.")
 
