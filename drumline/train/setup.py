@@ -89,16 +89,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         download(policy.path, config.model, on_progress)
         for role in roles.values():
             download(role.model_path, role.model, on_progress)
-    vision = vision_of(config, policy.path, policy.hf_config)
-    tokenizer_path = config.model.tokenizer or policy.path or ""
-    if dry_run:
-        data = data_prepare.cached(config, tokenizer_path, base, vision)
-    else:
-        data = data_prepare.prepare(config, tokenizer_path, base, on_progress, vision)
-    if data is not None and config.model.init == "pretrained":
-        data = data.model_copy(update={"labels": in_own_order(policy.hf_config, data.labels)})
-    if data is not None:
-        _require_measured(config, data.labels)
+    data = _data_of(config, policy, base, dry_run, on_progress)
     if rollout is not None:
         _check_prompts(rollout, config, base, data)
     machine = request.machine or detect()
@@ -124,6 +115,21 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         plan = within_budget(plan, question.facts, cluster, kinds_of(config.memory))
     plan = predict(plan.model_copy(update={"why": [*why, *plan.why]}), question.facts, cluster)
     return _with_saves(plan, question.facts, cluster) if config.checkpoint.every == "auto" else plan
+
+
+def _data_of(config: Config, policy: Found, base: Path, dry_run: bool, on_progress: OnProgress) -> DataPlan | None:
+    """The data, prepared, with their classes in the model's own order; None where a dry run does not find them."""
+    vision, tokenizer_path = vision_of(config, policy.path, policy.hf_config), config.model.tokenizer or policy.path or ""
+    if dry_run:
+        data = data_prepare.cached(config, tokenizer_path, base, vision)
+    else:
+        data = data_prepare.prepare(config, tokenizer_path, base, on_progress, vision)
+    if data is None:
+        return None
+    if config.model.init == "pretrained":
+        data = data.model_copy(update={"labels": in_own_order(policy.hf_config, data.labels)})
+    _require_measured(config, data.labels)
+    return data
 
 
 def _with_saves(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:
