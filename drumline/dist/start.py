@@ -225,7 +225,7 @@ def start(device: str, backend: str, timeout_seconds: float, interface: str | No
 
 def keep_freed_memory() -> None:
     """Have glibc keep freed blocks of this process for its next step. By default it gives large ones back, and the kernel clears each
-    page of the next one anew: 8% of a step of SmolLM2 (docs/benchmarks.md). Other C libraries have no such call."""
+    page of the next one anew (docs/benchmarks.md has what that takes). Other C libraries have no such call."""
     change = getattr(ctypes.CDLL(None), "mallopt", None)
     for parameter, value in ((M_MMAP_THRESHOLD, LARGE), (M_TRIM_THRESHOLD, LARGE)):
         if change is not None:
