@@ -239,7 +239,7 @@ def noted(run: Path, code: int) -> None:
 def test_slurm_that_is_busy_does_not_make_a_job_go_away(tmp_path: Path, squeue: Callable[[str], None]) -> None:
     run = of_job(tmp_path).parent
     squeue("error: slurm_load_jobs error: Socket timed out on send/recv operation")
-    for command in (runs.stop, lambda folder: runs.follow(folder, lambda event: None), queue.forget_job):
+    for command in (runs.stop, lambda folder: runs.follow(folder, lambda event: None)):
         with pytest.raises(EnvironmentFault, match="Socket timed out"):
             command(run)
     assert [each.state for each in runs.states(run)] == ["unknown"] and (run / "job.json").is_file()

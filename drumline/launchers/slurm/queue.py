@@ -140,8 +140,15 @@ def _job_and_state(run_dir: Path) -> tuple[str | None, str]:
 
 
 def forget_job(run_dir: Path) -> None:
-    """Before a new start: what is noted of a job is of the one before. Raises EnvironmentFault where that is in the queue."""
-    require_no_job(run_dir)
+    """Before a new start: what is noted of a job is of the one before. Raises EnvironmentFault where that is in the queue, as far as Slurm
+    answers here; the lease guards the folder anyway."""
+    answers = True
+    try:
+        _job_and_state(run_dir)
+    except EnvironmentFault:
+        answers = False
+    if answers:
+        require_no_job(run_dir)
     for name in (JOB, END):
         (run_dir / name).unlink(missing_ok=True)
 
