@@ -125,8 +125,11 @@ def queued_job(run_dir: Path) -> str | None:
 
 
 def require_no_job(run_dir: Path) -> None:
-    """Raises EnvironmentFault where the job of a run is in the queue."""
-    job, state = _job_and_state(run_dir)
+    """Raises EnvironmentFault where the job of a run is in the queue, and where Slurm does not answer."""
+    _require_gone(run_dir, *_job_and_state(run_dir))
+
+
+def _require_gone(run_dir: Path, job: str | None, state: str) -> None:
     if state in THERE:
         fix = f"follow it with drumline follow {run_dir}, or stop it with drumline stop {run_dir}"
         raise EnvironmentFault(f"job {job} of this run is {state}", where=str(run_dir), fix=fix)
@@ -142,13 +145,11 @@ def _job_and_state(run_dir: Path) -> tuple[str | None, str]:
 def forget_job(run_dir: Path) -> None:
     """Before a new start: what is noted of a job is of the one before. Raises EnvironmentFault where that is in the queue, as far as Slurm
     answers here; the lease guards the folder anyway."""
-    answers = True
     try:
-        _job_and_state(run_dir)
+        found = _job_and_state(run_dir)
     except EnvironmentFault:
-        answers = False
-    if answers:
-        require_no_job(run_dir)
+        found = None, ""
+    _require_gone(run_dir, *found)
     for name in (JOB, END):
         (run_dir / name).unlink(missing_ok=True)
 
