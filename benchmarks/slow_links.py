@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=("streamed", "peers"), default=["streamed", "peers"])
     parser.add_argument("--against", choices=("alone", "silent"), default="alone")
     parser.add_argument("--steps", type=int, default=60, help="counted steps; a fragment is sent every fifth")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of a turn")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of a turn")
     parser.add_argument("--tokens", type=int, default=256, help="of a step and host")
     parser.add_argument("--period", type=int, default=50)
     options = common.parse(parser, steps=10, seconds=1.0, tokens=32, modes=["peers"])
@@ -74,13 +74,14 @@ def compare(options: argparse.Namespace, work: Path, mode: str) -> dict[str, Any
                     group.first = group.turns  # what all do at the same time is counted
         rates = {name: [rate(host) for host in group.counted()] for name, group in groups.items()}
         figures = {name: {key: statistics.mean(row[key] for row in rows) for key in rows[0]} for name, rows in rates.items()}
-        ours = [row for rows in groups[mode].counted() for row in rows]
+        # A step says what it waited for in the one before it, so of a turn the third and later ones have nothing of a stop in them.
+        ours = [now for rows in groups[mode].counted() for before, now in zip(rows, rows[2:], strict=False) if before.turn == now.turn]
         other = options.against
         by_stretch = zip(stretches(groups[mode]), stretches(groups[other]), strict=True)
         return {
             f"of_{other}_by_stretch": [one / two for one, two in by_stretch if two],
             f"of_{other}": {key: value / figures[other][key] for key, value in figures[mode].items() if figures[other][key]},
-            "exchange_of_a_step": sum(row.exchange for row in ours) / sum(row.step for row in ours),
+            "exchange_of_a_step": sum(row.exchange for row in ours) / sum(row.step for row in ours) if ours else None,
             **figures,
             "link": "netem" if has_netem(made["a"]) else "tbf and a relay over TUN devices",
             "hosts": rates,
