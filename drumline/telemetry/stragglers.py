@@ -32,7 +32,7 @@ class Stragglers:
 
     def add(self, step: int, seconds: float, tokens: int, data: Sequence[float], communication: Sequence[float]) -> None:
         """A step took `seconds`, of which each rank spent `data` waiting for its own data, and `communication` for other ranks. Where that
-        is not measured (NaN: on a GPU FSDP2 and ZeRO wait within their computing, and models that are cut do everywhere) its data alone are compared."""
+        is not measured (NaN: models that are cut wait within their computing, on a GPU FSDP2 and ZeRO, too) its data alone are compared."""
         if len(data) == 1:
             return
         self.own.append([d if math.isnan(c) else seconds - c for d, c in zip(data, communication, strict=True)])
