@@ -172,7 +172,8 @@ def test_no_job_outside_of_slurm_and_none_in_an_array(tmp_path: Path, monkeypatc
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "3")
     with pytest.raises(EnvironmentFault, match="this one is of an array"):
         job.run(plan, path, None, lambda out, step: ("", None), "x")
-    for name, would in (("SBATCH_ARRAY_INX", "make an array"), ("SBATCH_CLUSTERS", "submit to another cluster")):
+    elsewhere = "submit to another cluster"
+    for name, would in (("SBATCH_ARRAY_INX", "make an array"), ("SBATCH_CLUSTERS", elsewhere), ("SLURM_CLUSTERS", elsewhere)):
         with monkeypatch.context() as patch, pytest.raises(EnvironmentFault, match=f"{name} would {would}"):
             patch.setenv(name, "x")
             queue.submit(launch(), path, None)

@@ -38,7 +38,7 @@ VARIABLES = {
 }  # fmt: skip
 REFUSED = {
     "SBATCH_ARRAY_INX": "make an array of the job, and a run is one",
-    "SBATCH_CLUSTERS": "submit to another cluster, and this one would be asked for the job",
+    **dict.fromkeys(("SBATCH_CLUSTERS", "SLURM_CLUSTERS"), "submit to another cluster, and this one would be asked for the job"),
 }
 WAITS = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 THERE = {*WAITS, "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"}
