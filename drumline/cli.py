@@ -223,6 +223,10 @@ def evaluate(
     overrides = [*(overrides or []), *TRUSTED * trust_remote_code]
     from drumline.inference import evaluate as by
 
+    if generate and lm_eval:
+        raise UserError("--generate and --lm-eval are two evaluations", where="drumline eval", fix="give one at a time")
+    if not lm_eval and (limit is not None or include_path is not None):
+        raise UserError("--limit and --include-path are of --lm-eval", where="drumline eval", fix="name its tasks, or leave them out")
     with by.placed(checkpoint, config, overrides) as place:
         if lm_eval:
             raise typer.Exit(by.harness(config, overrides, place, lm_eval.split(","), limit, include_path))

@@ -190,6 +190,8 @@ class CurriculumConfig(Section):
         for name, kind in of_kind.items():
             if self.kind != kind and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} is of kind {kind}, and kind is {self.kind}: take one of them out")
+        if self.weights and not any(self.weights.values()):
+            raise ValueError("weights are all 0: give one domain a share")
         return self
 
 

@@ -14,7 +14,8 @@ from drumline.core.urls import LocalPath
 
 MOST_NEW = 64  # tokens of a sample, unless set
 # Words in the name of a metric that say which way is better; those of LOWER go before.
-HIGHER = {"accuracy", "acc", "exact", "em", "f1", "reward", "chosen", "margin", "ended", "length", "bleu", "mcc", "pass@1"}
+HIGHER = {"accuracy", "acc", "exact", "em", "f1", "reward", "chosen", "margin", "ended", "length", "bleu", "mcc", "pass", "pass@1"}
+HIGHER |= {"rouge1", "rouge2", "rougeL", "rougeLsum"}
 LOWER = {"loss", "perplexity", "kl", "error", "failed", "rejected", "std", "stderr"}
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from rich.console import Console
 from transformers import TextStreamer
 
@@ -79,7 +81,7 @@ class Model:
 
     def chat(self, text: str, *, max_new_tokens: int = 512, temperature: float = 0.7, system: str | None = None) -> str:
         """The answer; `turns` keeps both. Temperature 0 takes the likeliest token each time. Raises UserError for a system message
-        where the model has no chat template."""
+        where the model has no chat template, and for an option out of its range; whatever is raised, `turns` stays as it was."""
         return Conversation(self, max_new_tokens, temperature, system, self.turns, show=False).answer(text)
 
     def generate(
@@ -94,11 +96,16 @@ class Model:
         batch: int = 16,
     ) -> list[str]:
         """How each text goes on, in order, without a chat template. With a temperature the draws are by `seed` and the prompt's place
-        in the list. Raises DataError for an empty prompt, PlanError for one that leaves too few positions."""
+        in the list. Raises DataError for an empty prompt, PlanError for one that leaves too few positions, UserError for an option out
+        of its range."""
         self._require_text()
         texts = [prompts] if isinstance(prompts, str) else prompts
         greedy: dict[str, Any] = {"top_k": 1} if temperature == 0 else {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        config = HFConfig(max_new_tokens=max_new_tokens, batch=batch, **greedy)
+        try:
+            config = HFConfig(max_new_tokens=max_new_tokens, batch=batch, **greedy)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise UserError(f"{'.'.join(map(str, first['loc']))}: {first['msg'][0].lower()}{first['msg'][1:]}", where="generate") from None
         return [text for text, _ in self.complete((list(self.tokenizer(text)["input_ids"]) for text in texts), config, seed)]
 
     def complete(self, prompts: Iterable[list[int]], config: HFConfig, seed: int) -> list[tuple[str, Completion]]:
@@ -230,6 +237,8 @@ class Conversation:
         self.has_template = bool(self.tokenizer.chat_template)
         if self.system is not None and not self.has_template:
             raise UserError("this model has no chat template, and so no place for it", where="--system", fix="leave it out")
+        if self.max_new_tokens < 1 or not 0 <= self.temperature < math.inf:
+            raise UserError("max_new_tokens is 1 or more, and temperature 0 or more", where="chat")
         self.positions: int = getattr(self.module.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         self.ends = sorted(end_tokens(self.module, self.tokenizer))
 
@@ -240,11 +249,9 @@ class Conversation:
         if (size := len(self._tokens([question]))) >= self.positions:
             _tell(f"that is {size} tokens, and the model has {self.positions} positions: nothing is answered")
             return ""
-        self.turns.append(question)
-        if not self.has_template:
-            del self.turns[:-1]
-        while len(ids := self._tokens(self.turns)) + self.max_new_tokens > self.positions and len(self.turns) > 1:
-            del self.turns[:2]
+        turns = [*self.turns, question] if self.has_template else [question]
+        while len(ids := self._tokens(turns)) + self.max_new_tokens > self.positions and len(turns) > 1:
+            del turns[:2]
             _tell("the model's positions are used up: the oldest turn is forgotten")
         out = Printer(self.tokenizer, self.show)
         ids_BT = torch.tensor([ids], device=self.module.device)
@@ -263,7 +270,7 @@ class Conversation:
         except KeyboardInterrupt:
             out.on_finalized_text(" …", stream_end=True)
         answer = "".join(out.answer)
-        self.turns.append({"role": "assistant", "content": answer})
+        self.turns[:] = [*turns, {"role": "assistant", "content": answer}]
         return answer
 
     def _tokens(self, turns: list[Message]) -> list[int]:

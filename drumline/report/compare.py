@@ -23,7 +23,7 @@ from drumline.report.sections import short
 SURE = 0.05  # of Welch's test: a difference that is less likely by chance counts
 LAST = 0.1  # part of the common steps whose mean a curve is judged by
 # Words in a curve's name that say which way is better. Those of UNKNOWN say that nothing does.
-LOWER, UNKNOWN = {"loss", "perplexity", "kl", "error"}, {"rejected", "std", "coefficient"}
+LOWER, UNKNOWN = {"loss", "perplexity", "kl", "error", "failed"}, {"rejected", "std", "stderr", "coefficient"}
 HIGHER = {"accuracy", "exact", "reward", "tokens/s", "utilisation", "chosen", "margin", "f1", "ended"}
 
 
@@ -145,7 +145,9 @@ def _direction(name: str, run: RunFacts) -> int:
     if name == f"held out: {run.config.get('eval.metric')}":
         return 1 if run.config.get("eval.mode") == "max" else -1
     kind, _, of = name.partition(": ")
-    # Behind the colon stands what users name: of held-out sets before a slash, of rewards all of it.
+    # Behind the colon stands what users name: of held-out sets and tasks before a slash, of rewards all of it, of domains behind reward/.
+    if kind == "held out" and "reward" in (before := of.split("/")[:-1]) and before[0] != "tasks":
+        return 1
     parts = {*re.split("[_ ]", of.rpartition("/")[2] if kind == "held out" else kind)}
     if parts & UNKNOWN:
         return 0

@@ -207,10 +207,12 @@ def samples(run: RunFacts, drawings: Drawings) -> Html | None:
     found = [(event["step"], shown) for event in run.of("samples") if (shown := _dictionaries(event.get("samples")))]
     if not found:
         return None
+    # By their texts: a start that goes on may show more of them.
+    firsts = {(str(each.get("set")), str(each.get("prompt"))): each for each in found[0][1]} if len(found) > 1 else {}
     cards = []
-    for place, last in enumerate(found[-1][1]):
+    for last in found[-1][1]:
         answers = [("the row's answer", last.get("answer"))] * (last.get("answer") is not None)
-        first = found[0][1][place] if len(found) > 1 and place < len(found[0][1]) else {}
+        first = firsts.get((str(last.get("set")), str(last.get("prompt"))), {})
         before = [(f"after step {found[0][0]:,}", first.get("text"))] if first else []
         texts = [("prompt", last.get("prompt")), *before, (f"after step {found[-1][0]:,}", last.get("text")), *answers]
         cards.append(_card(texts))

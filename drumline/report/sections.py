@@ -99,7 +99,8 @@ def _remarks(run: RunFacts) -> list[str]:
     """Lines that a reader must not miss."""
     start, lines = run.last("run_start"), [*run.problems]
     lines += [f"not finite at {len(found)} steps, first at step {found[0]['step']}" for found in [run.of("nonfinite")] if found]
-    differ = [value for _, value in run.points("rollout", "groups_differ")]
+    # PPO learns from values, also where each prompt has one completion.
+    differ = [value for _, value in run.points("rollout", "groups_differ")] if run.config.get("algorithm.kind") != "ppo" else []
     lines += ["the rewards of a prompt's completions never differed: nothing was learned"] * (differ != [] and not any(differ))
     lines += [f"the loss jumped at step {event.get('step')}" for event in run.of("spike")[:3]]
     lines += [f"rank {event.get('rank')} held up the others from step {event.get('step')}" for event in run.of("straggler")[:3]]

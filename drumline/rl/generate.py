@@ -88,10 +88,11 @@ def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
 
 
 class Sampler:
-    """Temperature, then top-k, then top-p (as transformers and vLLM order them), then the noise. `top_k` 1 is greedy decoding."""
+    """Temperature, then top-k, then top-p (as transformers and vLLM order them), then the noise. `top_k` 1 is greedy decoding: without
+    noise, so of equal logits the first is taken."""
 
     def __init__(self, temperature: float, top_k: int = 0, top_p: float = 1.0) -> None:
-        self.temperature = temperature
+        self.temperature, self.greedy = temperature, top_k == 1
         self.warpers: list[Any] = [TopKLogitsWarper(top_k)] if top_k else []
         self.warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
 
@@ -102,7 +103,7 @@ class Sampler:
         kept_BV = scores_BV
         for warper in self.warpers:
             kept_BV = warper(None, kept_BV)
-        noisy_BV = kept_BV + gumbel(seeds_B, positions_B, scores_BV.shape[1])
+        noisy_BV = scores_BV if self.greedy else kept_BV + gumbel(seeds_B, positions_B, scores_BV.shape[1])
         chosen_B1 = noisy_BV.argmax(-1, keepdim=True)
         log_probs_B = (scores_BV.gather(1, chosen_B1) - scores_BV.logsumexp(-1, keepdim=True)).squeeze(1)
         return noisy_BV, log_probs_B

@@ -167,13 +167,17 @@ def _math(reward: MathReward) -> Scorer:
 
     @lru_cache(maxsize=1024)
     def gold(answer: str) -> Any:
-        """A bare formula is LaTeX only between dollars."""
-        parsed = parse(answer, parsing_timeout=None) or parse(f"${answer}$", parsing_timeout=None)
+        """A bare formula is LaTeX only between dollars; without them one number of it would be taken for the whole."""
+        bare = not any(sign in answer for sign in ("$", "\\boxed", "\\(", "\\["))
+        texts = (f"${answer}$", answer) if bare else (answer, f"${answer}$")
+        parsed = next((found for text in texts if (found := parse(text, parsing_timeout=None))), None)
         if not parsed:
             raise ValueError(f"column {reward.column!r} holds no formula: {answer[:60]!r}")
         return parsed
 
     def score(prompt: str, completion: str, meta: dict[str, Any]) -> Any:
+        if meta[reward.column] is None:
+            raise ValueError(f"column {reward.column!r} is empty")
         right = gold(str(meta[reward.column]))
         return float(verify(right, parse(completion, parsing_timeout=None), timeout_seconds=None))
 

@@ -118,6 +118,25 @@ def test_old_turns_give_way(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "nothing is answered" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"max_new_tokens": 0}, {"temperature": float("nan")}])
+def test_an_option_out_of_its_range_is_one_line_and_keeps_the_conversation(loaded: Model, options: dict[str, Any]) -> None:
+    with pytest.raises(UserError):
+        loaded.chat("one?", **options)
+    assert loaded.turns == []
+    with pytest.raises(UserError, match=r"generate: (temperature|max_new_tokens): input should be"):
+        loaded.generate("one", **options)
+
+
+def test_an_answer_that_fails_leaves_the_conversation_as_it_was(loaded: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = Conversation(loaded, 5, 0.0, None)
+    talk.answer("one?")
+    before = [*talk.turns]
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(loaded.module, "generate", lambda *_, **__: (_ for _ in ()).throw(MemoryError()))
+        talk.answer("two?")
+    assert talk.turns == before
+
+
 def test_without_a_template_each_line_is_continued(loaded: Model) -> None:
     bare = Model(loaded.module, tiny_tokenizer(chat_template=None), "bare")
     talk = Conversation(bare, 5, 0.0, None)

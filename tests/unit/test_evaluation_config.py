@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from drumline import cli
 from drumline.core.load import load, refused, to_yaml
 from drumline.core.run import EvalConfig, direction
 from drumline.errors import ConfigError, DataError, EnvironmentFault, PlanError, UserError
@@ -57,7 +58,8 @@ def test_a_mistake_is_one_line(config: Path, override: str) -> None:
 
 BY_NAME = {
     "max": "accuracy top5_accuracy token_accuracy hard/exact_match macro_f1 margin reward reward/kl hard/reward/loss chosen reward_chosen"
-    " log_prob_chosen ended tasks/arc/acc tasks/arc/acc_norm tasks/gsm8k/exact_match_strict tasks/reward/f1",
+    " log_prob_chosen ended tasks/arc/acc tasks/arc/acc_norm tasks/gsm8k/exact_match_strict tasks/reward/f1"
+    " tasks/mbpp/pass_at_1 tasks/news/rougeL",
     "min": "loss hard/loss reward_rejected chosen_std calibration_error reward_failed tasks/arc/acc_stderr tasks/wiki/word_perplexity"
     " tasks/reward/loss accuracy/loss",
 }
@@ -66,6 +68,12 @@ BY_NAME = {
 @pytest.mark.parametrize(("mode", "metric"), [(mode, metric) for mode, names in BY_NAME.items() for metric in names.split()])
 def test_which_way_is_better_follows_from_the_name(mode: str, metric: str) -> None:
     assert direction(metric) == mode and EvalConfig(metric=metric).mode == mode
+
+
+@pytest.mark.parametrize("flags", [{"limit": 3}, {"include_path": Path()}, {"generate": 2, "lm_eval": "arc_easy"}])
+def test_flags_of_eval_that_would_be_left_out_are_refused(config: Path, flags: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="--lm-eval"):
+        cli.evaluate(config, **flags)
 
 
 def test_which_way_is_better_is_shown_and_may_be_set(config: Path) -> None:

@@ -80,6 +80,13 @@ def test_samples_have_the_probabilities_asked_for(options: dict[str, float]) -> 
     torch.testing.assert_close(log_probs, probabilities.log()[chosen])
 
 
+def test_greedy_decoding_draws_no_lots_among_equal_logits() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0]]).expand(50, -1)
+    scores, log_probs = Sampler(1.0, top_k=1).choose(logits, torch.arange(50), torch.arange(50))
+    assert set(scores.argmax(-1).tolist()) == {1}
+    torch.testing.assert_close(log_probs, logits.log_softmax(-1)[:, 1])
+
+
 def test_a_sample_hangs_on_neither_batch_nor_order_nor_company(model: Any) -> None:
     whole = hf(model, batch=6).generate(prompts(), step=3)
     for batch in (1, 4):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
 import statistics
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,11 +17,14 @@ from drumline.core.plan import Plan
 from drumline.errors import EnvironmentFault, UserError
 from drumline.report import page
 from drumline.report.curves import MOST_POINTS, binned, charts
+from drumline.report.details import samples
 from drumline.report.facts import RunFacts, differences, short_names
 from drumline.report.markup import Keyed, table
-from drumline.telemetry.events import Eval
+from drumline.report.sections import Drawings
+from drumline.telemetry import watched
+from drumline.telemetry.events import Eval, Rollout
 from tests.harness import ROOT
-from tests.unit.report_runs import HOSTILE, start, step, write_run
+from tests.unit.report_runs import HOSTILE, start, step, story, write_run
 
 pytestmark = pytest.mark.slow
 
@@ -180,6 +185,25 @@ def test_browser(tmp_path: Path) -> None:
             assert not seen and tab.evaluate("window.hurt") is None
             tab.close()
     assert HOSTILE not in one.read_text()
+
+
+def test_samples_are_matched_by_their_prompts(tmp_path: Path) -> None:
+    def shown(*prompts: str, when: str) -> list[dict[str, Any]]:
+        return [{"set": None, "prompt": prompt, "text": f"{when} {prompt}", "answer": None} for prompt in prompts]
+
+    first = watched.Samples(step=0, when="before", samples=shown("EASY", "HARD", when="old"), seconds=0.1)
+    last = watched.Samples(step=4, when="after", samples=shown("EASY", "NEW", "HARD", when="new"), seconds=0.1)
+    run = RunFacts(write_run(tmp_path / "x", events=[start(), first, step(1), last]))
+    cards = str(samples(run, Drawings())).split("new ")
+    assert ["old EASY" in cards[0], "old" in cards[1], "old HARD" in cards[2]] == [True, False, True]
+
+
+@pytest.mark.parametrize(("kind", "told"), [("grpo", True), ("ppo", False)])
+def test_groups_that_never_differ_are_a_matter_of_grpo(tmp_path: Path, kind: str, told: bool) -> None:
+    events = [dataclasses.replace(event, groups_differ=0.0) if isinstance(event, Rollout) else event for event in story(4)]
+    run = RunFacts(write_run(tmp_path / "x", events=events))
+    run.config["algorithm.kind"] = kind
+    assert ("nothing was learned" in page.page([run])) == told
 
 
 def test_sets_of_evaluation_share_a_chart(tmp_path: Path) -> None:

@@ -272,10 +272,13 @@ def test_length_and_model_rewards_need_no_process() -> None:
 
 
 def test_math() -> None:
+    cases = [("\\frac{1}{2}", "so it is $0.5$"), ("4", "It is 5."), ("x^2", "$x^2$"), ("12", "\\boxed{12}"), (3, "3")]
+    cases += [("2\\sqrt{3}", "\\boxed{2\\sqrt{3}}"), ("2\\sqrt{3}", "\\boxed{2}"), ("5!", "$120$"), ("1, 2, 3", "$1, 2, 3$")]
+    cases += [("", "3"), (None, "3")]
     with Rewards([reward(kind="math")], Path(), workers=1) as rewards:
-        cases = [("\\frac{1}{2}", "so it is $0.5$"), ("4", "It is 5."), ("x^2", "$x^2$"), ("12", "\\boxed{12}"), (3, "3"), ("", "3")]
         scored = rewards.score([Item("p", completion, 1, {"answer": answer}) for answer, completion in cases])
-    assert [s.value for s in scored] == [1, 0, 1, 1, 1, 0] and scored[5].failures["math"].startswith("raised ValueError: column 'answer'")
+    assert [s.value for s in scored] == [1, 0, 1, 1, 1, 1, 0, 1, 1, 0, 0]
+    assert all(s.failures["math"].startswith("raised ValueError: column 'answer'") for s in scored[-2:])
 
 
 def verdict(dataset: Any, answer: str, entry: dict[str, Any]) -> float:

@@ -31,6 +31,7 @@ def test_a_part_of_ppo_s_kl_leaves_the_rest_as_it_is(kl: dict[str, Any]) -> None
         ({"generator": {"kind": "hf", "stop": [""]}}, "generator.stop"),
         ({"kl": {"reference_model": "gpt2"}}, "no reference_model is asked where coefficient is 0"),
         ({"curriculum": {"kind": "success", "weights": {"x": 1}}}, "weights is of kind weights, and kind is success"),
+        ({"curriculum": {"weights": {"x": 0, "y": 0}}}, "weights are all 0: give one domain a share"),
         ({"curriculum": {"floor": 0.2}}, "floor is of kind success, and kind is data"),
     ],
 )
