@@ -21,6 +21,7 @@ from drumline.report.facts import APART, RunFacts, Trace, short_names
 from drumline.report.sections import short
 
 SURE = 0.05  # of Welch's test: a difference that is less likely by chance counts
+HELD_OUT = "held out: "  # begins the names of curves that few steps have
 LAST = 0.1  # part of the common steps whose mean a curve is judged by
 # Words in a curve's name that say which way is better. Those of UNKNOWN say that nothing does.
 LOWER, UNKNOWN = {"loss", "perplexity", "kl", "error", "failed"}, {"rejected", "std", "stderr", "coefficient"}
@@ -73,6 +74,10 @@ def compare(folders: list[Path]) -> None:
     console.print(
         f"curves up to step {last:,}, which all have: the mean of the last {LAST:.0%} of its points; ± one standard deviation of runs"
     )
+    known = {each.name for each in verdicts}
+    lost = (name for name in a[0].traces if name.startswith(HELD_OUT) and name not in known)
+    apart = [name for name in lost if all(name in run.curves for run in (*a, *b))]
+    notes([f"not compared, as no step after the first has them in all runs: {', '.join(apart)}"] * bool(apart))
     rows = [
         (each.name, *map(_mean, each.values), _change(each), "" if each.p is None else f"{each.p:.2g}", each.winner) for each in verdicts
     ]
@@ -118,7 +123,11 @@ def judge(a: list[RunFacts], b: list[RunFacts]) -> tuple[list[Verdict], int]:
     last = min((run.reached for run in runs if run.reached), default=0)
     verdicts = []
     for name in names:
-        values = [_final(run.traces[name], last) for run in runs]
+        traces = [run.traces[name] for run in runs]
+        if name.startswith(HELD_OUT):  # of a step before the others', or before training, it says nothing of which is better
+            shared = set.intersection(*({step for step, _ in trace} for trace in traces)) - {0}
+            traces = [[point for point in trace if point[0] in shared] for trace in traces]
+        values = [_final(trace, last) for trace in traces]
         if None not in values:
             known = [value for value in values if value is not None]
             one, other = known[: len(a)], known[len(a) :]

@@ -141,7 +141,7 @@ def configuration(runs: list[RunFacts], names: list[str]) -> Html | None:
         name = tag("td", tag("code", key), *[tag("mark", "differs")] * (key in differing))
         rows.append(tag("tr", name, *cells, class_=marks or None, title=None if key in given else f"default: {short(first)}"))
     choices = [("differs", f"differences ({len(differing)})")] * (len(runs) > 1) + [
-        ("set", f"set ({len(given)})"),
+        ("set", f"not default ({len(given)})"),
         ("", f"all ({len(keys)})"),
     ]
     tools = tag(

@@ -12,7 +12,7 @@ from drumline.report.compare import compare, judge, sides, welch
 from drumline.report.curves import groups
 from drumline.report.facts import RunFacts
 from drumline.report.sections import _key_numbers
-from drumline.telemetry.events import Event
+from drumline.telemetry.events import Eval, Event
 from tests.unit.report_runs import start, step, write_run
 
 
@@ -39,6 +39,22 @@ def test_seeds_are_sides_and_the_better_one_is_named(
     assert "optimizer.lr" in shown and "n = 3 and 3" in shown and "run.seed" not in shown and max(map(len, shown.splitlines())) <= 80
     compare([a[0], b[0]])
     assert "no test is possible" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("steps", "named"), [((0, 3, 6), True), ((0, 6), False)])
+def test_held_out_values_are_compared_at_one_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: tuple[int, ...], named: bool
+) -> None:
+    def run(name: str, evaluated: tuple[int, ...], last: int) -> Path:
+        evals = [Eval(step=number, samples=1, seconds=0.1, metrics={"loss": 5.0 - number}) for number in evaluated]
+        return write_run(tmp_path / name, events=[start(last), *evals, *(step(number) for number in range(1, last + 1))])
+
+    a, b = run("a", steps, 6), run("b", (0, 3), 3)
+    verdicts, last = judge([RunFacts(a)], [RunFacts(b)])
+    found = [each.values for each in verdicts if each.name == "held out: loss"]
+    assert last == 3 and found == [([2.0], [2.0])] * named
+    compare([a, b])
+    assert ("not compared" in "".join(capsys.readouterr())) != named
 
 
 def test_repeats_of_a_seed_are_one_value(tmp_path: Path) -> None:
