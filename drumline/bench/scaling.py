@@ -314,7 +314,7 @@ def _show(
     lines.append(
         f"Medians over rounds ({max((len(row.rounds) for row in rows), default=0)}) of {options.steps} steps, each case once a round"
         " (least–most); speed-up and eff. against the same strategy on the fewest processes, round by round; comm.: share of a step that"
-        " ranks wait for one another (–: no clock, as under ZeRO); predicted: samples/s, the range that the planner gives. Load before"
+        " ranks wait for one another (–: no clock, as in pipelines); predicted: samples/s, the range that the planner gives. Load before"
         f" each round: {', '.join(f'{each:.1f}' for each in loads)}."
     )
     if predictions:
