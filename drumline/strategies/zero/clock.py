@@ -39,8 +39,8 @@ class Clock:
 class Backend:
     """What stands in the place of DeepSpeed's backend, of which it asks every collective."""
 
-    def __init__(self, backend: Any, clock: Clock) -> None:
-        self.backend, self.clock = backend, clock
+    def __init__(self, backend: Any) -> None:
+        self.backend, self.clock = backend, Clock()
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.backend, name)
@@ -58,7 +58,8 @@ class Work:
 
 
 def clock(comm: Any) -> Clock:
-    """Of the backend that DeepSpeed uses from now on. `comm`: its module that holds it."""
-    made = Clock()
-    comm.cdb = Backend(comm.cdb.backend if isinstance(comm.cdb, Backend) else comm.cdb, made)
-    return made
+    """Of the backend that DeepSpeed uses: one for all engines of a process, set to 0. `comm`: DeepSpeed's module that holds it."""
+    if not isinstance(comm.cdb, Backend):
+        comm.cdb = Backend(comm.cdb)
+    comm.cdb.clock.take()
+    return comm.cdb.clock
