@@ -9,6 +9,7 @@ bounded size, so memory does not grow with their number.
 
 from __future__ import annotations
 
+import json
 import re
 import zlib
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ import numpy.typing as npt
 from drumline.data.sources import Row
 from drumline.data.stage import Ints, Stage
 from drumline.data.stream import mix
+from drumline.data.templates import REASONING
+from drumline.foreign import content_of
 
 UInt64s = npt.NDArray[np.uint64]
 SHINGLE = 5  # words of a gram of near copies
@@ -38,13 +41,19 @@ _FACTORS, _SHIFTS = mix(_SEEDS) | np.uint64(1), mix(_SEEDS + np.uint64(1 << 32))
 
 def text_of(row: Row) -> str:
     """All that the row says, without system prompts, which many rows share."""
-    parts: list[str] = []
-    for value in row.values.values():
-        for message in value if isinstance(value, list) else [{"content": value}]:
-            content = message.get("content") if isinstance(message, dict) and message.get("role") != "system" else None
-            texts = [part.get("text") for part in content if isinstance(part, dict)] if isinstance(content, list) else [content]
-            parts += [text for text in texts if isinstance(text, str)]
-    return "\n".join(parts)
+    talks = (value if isinstance(value, list) else [{"content": value}] for value in row.values.values())
+    parts = (_said(message) for talk in talks for message in talk if isinstance(message, dict) and message.get("role") != "system")
+    return "\n".join(part for each in parts for part in each if isinstance(part, str))
+
+
+def _said(message: dict[str, Any]) -> list[Any]:
+    """The reasoning, the content and the calls of a message. A call has no more of its keys than its name and arguments: others, as its
+    number, are in all calls, or in no two."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    texts = [part.get("text") for part in content if isinstance(part, dict)] if isinstance(content, list) else [content]
+    made = [call.get("function", call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    named = [[call.get("name"), call.get("arguments")] for call in made if isinstance(call, dict)]
+    return [*map(message.get, REASONING), *texts, *(json.dumps(each, ensure_ascii=False, default=content_of) for each in named)]
 
 
 def grams(text: str, size: int) -> UInt64s:

@@ -204,6 +204,23 @@ def test_copies_and_near_copies_fall(tmp_path: Path, tokenizer: str) -> None:
     assert strict.sources[0].duplicates == 3, "case and punctuation do not count"
 
 
+@pytest.mark.parametrize("kind", ["calls", "reasoning_content", "thinking"])
+def test_calls_and_reasoning_tell_rows_apart(tmp_path: Path, tokenizer: str, kind: str) -> None:
+    """The numbers of calls do not."""
+    draw = np.random.default_rng(2)
+    said = [" ".join(draw.choice(WORDS, 20)) for _ in range(4)]
+
+    def row(text: str, number: int) -> dict[str, Any]:
+        call = {"id": f"call {number}", "type": "function", "function": {"name": "run", "arguments": json.dumps({"code": text})}}
+        answer = {"content": "", "tool_calls": [call]} if kind == "calls" else {"content": "4", kind: text}
+        return {"messages": [{"role": "user", "content": "run it"}, {"role": "assistant", **answer}]}
+
+    train = write(tmp_path, "rows.jsonl", [row(text, number) for number, text in enumerate([*said, said[0]])])
+    assert made(tmp_path, tokenizer, [train], duplicates="near", max_length=2000).train_samples == 4
+    held_out = write(tmp_path, "eval.jsonl", [row(said[1], 9)])
+    assert made(tmp_path, tokenizer, [train], eval=[held_out], decontaminate=True, max_length=2000).sources[0].contaminated == 1
+
+
 def test_prompts_with_other_columns_for_the_rewards_are_no_copies(tmp_path: Path, tokenizer: str) -> None:
     """Nor near ones. What is held out goes by the prompt alone where copies stay."""
     words = " ".join(WORDS[:60])
