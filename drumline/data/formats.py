@@ -227,7 +227,7 @@ def _alpaca(there: Values, wants: str, origin: str) -> Found | None:
     instruction = there.get("instruction")
     if not isinstance(instruction, str) or wants == "class" or ((answer := first(there, ANSWERS)) is None and wants in ("text", "label")):
         return None
-    (prompt_text, used), (messages, systems) = with_context(there, "instruction"), system_of(there)
+    (prompt_text, used), (messages, systems) = with_context(there, "instruction", origin), system_of(there)
     used |= ({"history"} & there.keys()) | systems
     if not messages and "history" not in used:
         return _completed(prompt_text, there, used, wants, answer)
@@ -292,7 +292,7 @@ def _verdict(there: Values, wants: str, origin: str) -> Found | None:
     chosen, rejected = (one, other) if better == marks[0] else (other, one)
     made, used = {"chosen": there[chosen], "rejected": there[rejected]}, {one, other, column}
     if not whole:
-        made["prompt"], more = question_of(there, prompt or "")
+        made["prompt"], more = question_of(there, prompt or "", origin)
         used |= more
     return made, own or used
 
@@ -320,7 +320,7 @@ def _ranked(there: Values, wants: str, origin: str) -> Found | None:
     best, worst = numbers.index(max(numbers)), numbers.index(min(numbers))
     if best == worst:
         raise Tie
-    question, more = question_of(there, prompt)
+    question, more = question_of(there, prompt, origin)
     return {"prompt": question, "chosen": texts[best], "rejected": texts[worst]}, used | more
 
 
@@ -336,7 +336,7 @@ def _pair(there: Values, wants: str, origin: str) -> Found | None:
         if not isinstance(request.get("messages"), list):
             return None
         there = {**there, prompt: request["messages"]}
-    question, used = question_of(there, prompt)
+    question, used = question_of(there, prompt, origin)
     made, used = _completed(question, there, used, wants, None) or ({}, set())
     return made | tools, used
 
@@ -345,7 +345,7 @@ def _answer(there: Values, wants: str, origin: str) -> Found | None:
     prompt, (answer, reply) = first(there, PROMPTS, str | list), _reply(there)
     if wants in ("pair", "class") or prompt is None or (answer is None and wants != "prompt"):
         return None
-    question, used = question_of(there, prompt)
+    question, used = question_of(there, prompt, origin)
     return _completed(question, there if answer is None else {**there, answer: reply}, used, wants, answer)
 
 

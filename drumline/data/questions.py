@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from drumline.data.rivals import Values
+from drumline.errors import DataError
 
 SYSTEMS = ("system", "system_prompt", "system_message")
 CONTEXTS = ("input", "context")  # what an instruction is about
+ASKED = ("question", "query")
+PASSAGES = ("article", "passage", "background", "situation", "story", "document")  # what those are about: where they stand is not known
 
 
 def first(there: Values, names: tuple[str, ...], kinds: Any = str) -> str | None:
@@ -32,14 +35,25 @@ def headed(prompt: Any, there: Values) -> tuple[Any, set[str]]:
     return [*messages, *turns], used
 
 
-def with_context(there: Values, prompt: str) -> tuple[Any, set[str]]:
-    """What the column `prompt` says, a text with what it is about behind it; and the columns of both."""
-    name = first(there, tuple(each for each in CONTEXTS if each != prompt)) if isinstance(there[prompt], str) else None
-    return (there[prompt], {prompt}) if name is None else (f"{there[prompt]}\n{there[name]}", {prompt, name})
+def with_context(there: Values, prompt: str, origin: str) -> tuple[Any, set[str]]:
+    """What the column `prompt` says, a text with what it is about behind it; and the columns of both. Raises DataError where that would be
+    left out."""
+    if not isinstance(there[prompt], str):
+        return there[prompt], {prompt}
+    held = {name: there[name] for name in CONTEXTS if name != prompt and name in there}
+    names = [name for name, value in held.items() if value != {} and value == value]  # nor pandas' NaN
+    left = [name for name in names if type(there[name]) not in (str, int, float)]
+    left += [name for name in PASSAGES if prompt in ASKED and isinstance(there.get(name), str)]
+    if left:
+        what = f"what `{left[0]}` holds would be left out of the prompt, which is `{prompt}`"
+        raise DataError(
+            what, where=origin, fix="write it into that column, or into `context` as a text; or map `columns`, to go without it"
+        )
+    return "\n".join(str(there[name]) for name in (prompt, *names)), {prompt, *names}
 
 
-def question_of(there: Values, prompt: str) -> tuple[Any, set[str]]:
+def question_of(there: Values, prompt: str, origin: str) -> tuple[Any, set[str]]:
     """The same, with the system's message in front."""
-    text, used = with_context(there, prompt)
+    text, used = with_context(there, prompt, origin)
     question, system = headed(text, there)
     return question, used | system

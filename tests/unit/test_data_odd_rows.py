@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from drumline.core.data import PAIR_FORMS, TEXT_FORMS, Columns, DataConfig, FileSource, Forms, PythonSource
+from drumline.core.data import PAIR_FORMS, PROMPT_FORMS, TEXT_FORMS, Columns, DataConfig, FileSource, Forms, PythonSource
 from drumline.data.cache import TokenCache
 from drumline.data.encode import PairRows
 from drumline.data.files import image_path
@@ -160,6 +160,10 @@ def test_holdout_where_a_block_of_rows_has_none(tmp_path: Path, monkeypatch: pyt
         ),
         ({"question": "q", "context": "c", "chosen": "a", "rejected": "b"}, PAIR_FORMS, "q\nc"),
         ({"input": "q", "context": "c", "output": "a"}, TEXT_FORMS, "q\nc"),
+        ({"question": "q", "input": "i", "context": "c", "answer": "a"}, TEXT_FORMS, "q\ni\nc"),
+        ({"instruction": "Double", "input": 21, "output": "42"}, TEXT_FORMS, "Double\n21"),
+        ({"instruction": "Double", "input": 0, "output": "0"}, PROMPT_FORMS, "Double\n0"),
+        ({"instruction": "Double", "input": float("nan"), "context": {}, "output": "0"}, TEXT_FORMS, "Double"),
         ({"system": "be kind", "prompt": "hi", "responses": ["a", "b"], "scores": [1, 2]}, PAIR_FORMS, [SYSTEM, ASK]),
         ({"system": "be kind", "prompt": "hi", "response_a": "a", "response_b": "b", "winner": "b"}, PAIR_FORMS, [SYSTEM, ASK]),
         ({"system": "be kind", "prompt": [ASK], "chosen": "a", "rejected": "b"}, PAIR_FORMS, [SYSTEM, ASK]),
@@ -167,6 +171,27 @@ def test_holdout_where_a_block_of_rows_has_none(tmp_path: Path, monkeypatch: pyt
 )
 def test_what_a_question_is_about_is_asked_too(tmp_path: Path, row: dict[str, Any], forms: Forms, prompt: Any) -> None:
     assert read(tmp_path, row, forms).values["prompt"] == prompt
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"instruction": "Sum it", "input": {"a": 1}, "output": "3"}, "input"),
+        ({"instruction": "Sort", "input": ["b", "a"], "output": "a b"}, "input"),
+        ({"question": "q?", "answer": "a", "context": {"title": ["t"], "sentences": [["s"]]}}, "context"),
+        ({"article": "long", "question": "q?", "options": ["x", "y"], "answer": "A"}, "article"),
+        ({"background": "b", "situation": "s", "question": "q?", "answers": {"text": ["x"]}}, "background"),
+    ],
+)
+def test_a_question_is_not_learned_without_what_it_is_about(tmp_path: Path, row: dict[str, Any], name: str) -> None:
+    for forms in (TEXT_FORMS, PROMPT_FORMS):
+        with pytest.raises(DataError, match=f"rows.jsonl:1: what `{name}` holds would be left out"):
+            read(tmp_path, row, forms)
+    if "context" in row:
+        with pytest.raises(DataError, match="what `context` holds would be left out"):
+            read(tmp_path, {**row, "responses": ["a", "b"], "scores": [1, 2]}, PAIR_FORMS)
+    prompt = next(each for each in ("instruction", "question") if each in row)
+    assert read(tmp_path, {**row, "said": "a"}, columns=Columns(prompt=prompt, completion="said")).values["prompt"] == row[prompt]
 
 
 def test_mapped_sides_that_begin_alike_need_no_prompt(tmp_path: Path) -> None:
