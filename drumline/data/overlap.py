@@ -23,7 +23,7 @@ import numpy.typing as npt
 from drumline.data.sources import Row
 from drumline.data.stage import Ints, Stage
 from drumline.data.stream import mix
-from drumline.data.templates import REASONING
+from drumline.data.thoughts import REASONING
 from drumline.foreign import content_of
 
 UInt64s = npt.NDArray[np.uint64]

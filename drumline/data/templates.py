@@ -10,7 +10,8 @@ differently once others follow (it drops the reasoning of old turns), the turn's
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -20,6 +21,8 @@ import numpy.typing as npt
 
 from drumline.core.data import DataConfig
 from drumline.data.sources import Row
+from drumline.data.thoughts import REASONING, mask_thoughts, without_thoughts
+from drumline.data.tokens import Tokens
 from drumline.errors import DataError
 from drumline.foreign import judged
 from drumline.models.templates import end_ids as end_ids
@@ -27,12 +30,8 @@ from drumline.models.templates import special_ids
 
 Messages = list[dict[str, Any]]
 
+CALL = "a call of "
 FITTING = "take such rows out, or set another model.chat_template"
-UNENDED = "take the row out, or set data.reasoning: keep"
-REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message
-_THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
-# The generation prompt may have opened it.
-_BEGUN = re.compile(r"\A(?:(?!<think>).)*?</think>\s*", re.DOTALL)
 
 _MARKED = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
 
@@ -125,9 +124,8 @@ class Encoder:
         if not messages:
             raise DataError("there is nothing before the assistant's answer to take as a prompt", where=row.origin)
         messages = [self._reasoned(message, index, row) for index, message in enumerate(messages)]
-        text = self._render(messages, row, add_generation_prompt=True)
-        self._require_place(messages, text, row, add_generation_prompt=True)
-        return text, _Tokens(self.tokenizer, text).ids
+        text = self._shown(messages, row, add_generation_prompt=True)[1]
+        return text, Tokens(self.tokenizer, text).ids
 
     def require_template(self, what: str, row: Row, fix: str = "set model.chat_template to a Jinja file") -> None:
         """Raises DataError for a row that needs a chat template if the tokenizer has none."""
@@ -148,7 +146,7 @@ class Encoder:
             fix = "set model.tokenizer to one that has"
             raise DataError("this tokenizer has no end-of-sequence token to close a text with", where=origin, fix=fix)
         if answer and self.reasoning == "drop":
-            text = _without_thoughts(text, "the answer", origin)
+            text = without_thoughts(text, "the answer", origin)
         before = self._with_bos(prompt) if prompt else []
         after = self._ids(text, special=not prompt)
         if not after or after[-1] != eos:
@@ -157,10 +155,10 @@ class Encoder:
         if not self.learn_all:
             learn[: len(before)] = 0
         if answer and self.reasoning == "mask" and "think>" in text:
-            tokens = _Tokens(self.tokenizer, text)
+            tokens = Tokens(self.tokenizer, text)
             at = next((k for k in range(len(after)) if after[k : k + len(tokens.ids)] == tokens.ids), 0)
             part = np.ones(len(tokens.ids), np.uint8)
-            _mask_thoughts(tokens, part, origin)
+            mask_thoughts(tokens, part, origin)
             learn[len(before) + at : len(before) + at + len(part)] &= part
         return Example(np.asarray(before + after, np.int32), learn)
 
@@ -180,13 +178,12 @@ class Encoder:
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         messages = [self._reasoned(message, index, row) for index, message in enumerate(messages)]
-        text = self._render(messages, row)
-        self._require_place(messages, text, row)
+        messages, text = self._shown(messages, row)
         all_turns = self.marks_turns and not self.learn_all and all(weights[index] and index >= first for index in answers)
         marked = self._render(messages, row, **_MARKED) if all_turns else None
         if marked is not None and self.reasoning != "mask":
             return Example(np.asarray(marked["input_ids"], np.int32), np.asarray(marked["assistant_masks"], np.uint8))
-        tokens = _Tokens(self.tokenizer, text)
+        tokens = Tokens(self.tokenizer, text)
         ids = np.asarray(tokens.ids, np.int32)
         learn = np.full(len(ids), int(self.learn_all), np.uint8) if marked is None else np.asarray(marked["assistant_masks"], np.uint8)
         own = [index for index in answers if weights[index] and index >= first and not all_turns]
@@ -195,7 +192,7 @@ class Encoder:
             learn[slice(*self._close(tokens, tokens.at(start, row.origin), tokens.at(stop, row.origin)))] = not self.learn_all
         if self.reasoning == "mask":
             thoughts = [message[key].strip() for message in messages for key in self.reasoning_keys if isinstance(message.get(key), str)]
-            _mask_thoughts(tokens, learn, row.origin, not self.learn_all, [thought for thought in thoughts if thought])
+            mask_thoughts(tokens, learn, row.origin, not self.learn_all, [thought for thought in thoughts if thought])
         return Example(ids, learn)
 
     def _reasoned(self, message: dict[str, Any], index: int, row: Row) -> dict[str, Any]:
@@ -209,10 +206,10 @@ class Encoder:
             where = f"messages[{index}]"
             message = {key: value for key, value in message.items() if key not in keys}
             if isinstance(content, str):
-                message["content"] = _without_thoughts(content, where, row.origin)
+                message["content"] = without_thoughts(content, where, row.origin)
             elif isinstance(content, list):
                 message["content"] = [
-                    {**part, "text": _without_thoughts(part["text"], where, row.origin)} if "text" in part else part for part in content
+                    {**part, "text": without_thoughts(part["text"], where, row.origin)} if "text" in part else part for part in content
                 ]
             return message
         thought = next((message[key].strip() for key in keys if key not in self.reasoning_keys and message[key].strip()), None)
@@ -222,19 +219,40 @@ class Encoder:
         whole = [{"type": "text", "text": written}, *content] if isinstance(content, list) else written + (content or "")
         return {**{key: value for key, value in message.items() if key not in keys}, "content": whole}
 
-    def _require_place(self, messages: Messages, text: str, row: Row, **options: Any) -> None:
-        """Raises DataError for a turn that the template leaves out silently."""
-        for index, message in enumerate(messages):
-            content = message.get("content")
-            if message["role"] == "assistant" or not isinstance(content, str) or content.strip() in text:
+    def _shown(self, messages: Messages, row: Row, **options: Any) -> tuple[Messages, str]:
+        """The conversation as the template shows all of it, and rendered. Beside calls some templates need an empty content, and others
+        none. Raises DataError."""
+        try:
+            return messages, self._whole(messages, row, **options)
+        except DataError:
+            bare = [turn.get("tool_calls") and not turn.get("content") for turn in messages]
+            if any(bare):
+                other = [
+                    turn | {"content": None if "content" in turn else ""} if its else turn for turn, its in zip(messages, bare, strict=True)
+                ]
+                with suppress(DataError):
+                    return other, self._whole(other, row, **options)
+            raise
+
+    def _whole(self, messages: Messages, row: Row, **options: Any) -> str:
+        """The rendered conversation. Raises DataError for a turn, or a part of one, that the template leaves out silently."""
+        text: str = self._render(messages, row, **options)
+        parts = [(index, *part) for index, turn in enumerate(messages) for part in _parts(turn, text)]
+        marked = ""
+        with suppress(DataError):  # one rendering in the place of one for each call
+            renamed = [_renamed(turn, f"call-{index}-") for index, turn in enumerate(messages)]
+            marked = self._render(renamed, row, **options) if renamed != messages else ""
+        for index, part, others in parts:
+            if part == CALL and f"call-{index}-" in marked:
                 continue
             try:
-                without = self._render(messages[:index] + messages[index + 1 :], row, **options)
+                without = self._render([*messages[:index], *others, *messages[index + 1 :]], row, **options)
             except DataError:
                 continue
             if without == text:
-                what = f"the chat template leaves out messages[{index}], of the role {message['role']!r}"
+                what = f"the chat template leaves out {part}messages[{index}], of the role {messages[index]['role']!r}"
                 raise DataError(what, where=row.origin, fix=FITTING)
+        return text
 
     def _span(self, messages: Messages, index: int, text: str, row: Row) -> tuple[int, int]:
         """The characters [start, stop) of turn `index` in `text`: an answer, or another whose `weight` is 0."""
@@ -248,7 +266,7 @@ class Encoder:
         prompted = {"add_generation_prompt": True} if messages[index]["role"] == "assistant" else {}
         head = self._render(messages[:index], row, **prompted) if index else self._first_head(text, row) if prompted else ""
         whole, headed = text.startswith(through), text.startswith(head)
-        content = messages[index].get("content", "")
+        content = messages[index].get("content") or ""
         content = ("".join(part.get("text", "") for part in content) if isinstance(content, list) else str(content)).strip()
         # Templates may leave the reasoning out, so that only the answer behind it is in the text.
         wordings = [wording for wording in (content, content.rpartition("</think>")[2].strip()) if wording]
@@ -311,7 +329,7 @@ class Encoder:
         sizes = (len(answer) for answer in (content, content.strip()) if text.endswith(f"{header}{answer}{tail}"))
         return next((len(text) - len(tail) - size for size in sizes), None)
 
-    def _close(self, tokens: _Tokens, start: int, stop: int) -> tuple[int, int]:
+    def _close(self, tokens: Tokens, start: int, stop: int) -> tuple[int, int]:
         """Tokens [start, stop) of a turn, ended by its end-of-turn token: without the line break that templates put behind it; a turn
         without such a token gets the special token that comes next."""
         last = next((k for k in range(stop - 1, start - 1, -1) if tokens.ids[k] in self.special), None)
@@ -325,70 +343,37 @@ class Encoder:
             return self.tokenizer.apply_chat_template(messages, **{"tools": row.values.get("tools"), "tokenize": False, **options})
 
 
-class _Tokens:
-    """The tokens of a rendered text, and the characters at which they start."""
-
-    def __init__(self, tokenizer: Any, text: str) -> None:
-        self.tokenizer, self.text = tokenizer, text
-        options = {"return_offsets_mapping": True} if tokenizer.is_fast else {}
-        encoded = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
-        self.ids: list[int] = list(encoded["input_ids"])
-        self.starts: npt.NDArray[np.int64] | None = None
-        if tokenizer.is_fast:
-            spans = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
-            # Some tokenizers leave blanks out of their offsets: a token starts no later than the end of the one before it.
-            before = np.concatenate((np.zeros(1, np.int64), spans[:-1, 1]))[: len(spans)]
-            self.starts = np.maximum.accumulate(np.minimum(spans[:, 0], before)) if len(spans) else before
-
-    def at(self, char: int, origin: str) -> int:
-        """The index of the first token with a character from `char` on."""
-        if self.starts is not None:
-            index = int(np.searchsorted(self.starts, char))
-            straddles = index > 0 and char < len(self.text) and (index == len(self.ids) or self.starts[index] > char)
-            return index - straddles
-        head = list(self.tokenizer(self.text[:char], add_special_tokens=False)["input_ids"])
-        if self.ids[: len(head)] != head:
-            fix = "use a model whose tokenizer has a fast version, or set data.learn_on: all"
-            raise DataError("this tokenizer joins a turn's header to its content, and gives no offsets to part them", where=origin, fix=fix)
-        return len(head)
-
-
-def _without_thoughts(text: str, what: str, origin: str) -> str:
-    """An answer without its reasoning. Raises DataError for reasoning that does not end."""
-    rest = _THOUGHT.sub("", _BEGUN.sub("", text))
-    if "<think>" in rest:
-        raise DataError(f"the reasoning of {what} does not end: no </think>", where=origin, fix=UNENDED)
-    return rest
-
-
-def _mask_thoughts(tokens: _Tokens, learn: npt.NDArray[np.uint8], origin: str, begun: bool = True, own: Sequence[str] = ()) -> None:
-    """Take reasoning out of the targets. `begun`: a stretch of targets may begin within it; `own`: reasoning that the template writes
-    in a form of its own. Raises DataError."""
-    if "think>" not in tokens.text and not own:
-        return
-    if tokens.starts is None:
-        fix = "use a model whose tokenizer has a fast version, or set data.reasoning to keep or drop"
-        raise DataError("this tokenizer gives no offsets to find the reasoning by", where=origin, fix=fix)
-    tagged = [match[0] for match in _THOUGHT.finditer(tokens.text)]
-    bare = [thought for thought in dict.fromkeys(own) if not any(thought in each for each in tagged)]
-    edges = np.flatnonzero(np.diff(learn, prepend=0, append=0))
-    ends = np.append(tokens.starts, len(tokens.text))
-    for start, stop in edges.reshape(-1, 2).tolist():
-        begin, part = int(ends[start]), tokens.text[ends[start] : ends[stop]]
-        found = [*(_BEGUN.finditer(part) if begun else ()), *_THOUGHT.finditer(part)]
-        found += [match for thought in bare for match in [*re.finditer(re.escape(thought), part)][: own.count(thought)]]
-        for match in found:
-            learn[max(start, tokens.at(begin + match.start(), origin)) : tokens.at(begin + match.end(), origin)] = 0
-        if "<think>" in part[max((match.end() for match in found), default=0) :]:
-            raise DataError("the reasoning of an answer does not end: no </think>", where=origin, fix=UNENDED)
-
-
 def _weight(message: dict[str, Any], row: Row) -> bool:
     """Whether a message is learned, by its `weight` as of OpenAI's files. Raises DataError unless that is 0 or 1."""
     weight = message.get("weight", 1)
     if weight not in (0, 1):
         raise DataError(f"the `weight` of a message is {weight!r}", where=row.origin, fix="give 0 or 1: it is learned or not")
     return bool(weight)
+
+
+def _parts(turn: dict[str, Any], text: str) -> Iterator[tuple[str, Messages]]:
+    """What of a turn may not be in `text`: its name, and what stands in its place without it. Of an assistant's turn these are the last of
+    its calls, and what it says beside them; templates leave old reasoning out."""
+    content, calls = turn.get("content"), turn.get("tool_calls")
+    said = "".join(part.get("text", "") for part in content) if isinstance(content, list) else content or ""
+    if turn["role"] != "assistant":
+        if isinstance(content, str) and said.strip() not in text:
+            yield "", []
+    elif calls:
+        rest = {"tool_calls": calls[:-1]} if isinstance(calls, list) and len(calls) > 1 else {}
+        yield CALL, [{key: value for key, value in turn.items() if key != "tool_calls"} | rest]
+        if said.rpartition("</think>")[2].strip() not in text:
+            yield "what is said beside the calls of ", [{**turn, "content": ""}]
+
+
+def _renamed(turn: dict[str, Any], name: str) -> dict[str, Any]:
+    """The turn, the last of its calls under another name."""
+    calls = turn.get("tool_calls")
+    if not isinstance(calls, list) or not calls or not isinstance(last := calls[-1], dict):
+        return turn
+    function = last.get("function")
+    call = {**last, "function": {**function, "name": name}} if isinstance(function, dict) else {**last, "name": name}
+    return {**turn, "tool_calls": [*calls[:-1], call]}
 
 
 def _shared(one: str, other: str) -> int:

@@ -110,6 +110,14 @@ def test_tools_are_shown_and_calls_learned(name: str) -> None:
     assert of.decode(example.tokens[example.learn == 1].tolist()) == learned
 
 
+@pytest.mark.parametrize("name", OF_TOOLS)
+def test_what_is_said_beside_a_call_is_learned(name: str) -> None:
+    of, talk = tokenizer(name), [USES[0], {**USES[1], "content": "I add."}, *USES[2:]]
+    example = encoder(of).encode(Row("r:1", {"messages": talk}))
+    learned = of.decode(example.tokens[example.learn == 1].tolist())
+    assert learned.lstrip().startswith("I add.") and learned.partition("I add.")[2].lstrip() == OF_TOOLS[name][1]
+
+
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in OF_TOOLS])
 def test_what_has_no_place_is_one_line(name: str) -> None:
     of = encoder(tokenizer(name))

@@ -77,6 +77,45 @@ def test_a_call_behind_reasoning_that_old_turns_lose_is_learned(tmp_path: Path) 
     assert learned == f"I add.{CALL}<|im_end|>two.<|im_end|>"
 
 
+SHOWN = "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}</tool_call>{% endfor %}"
+TURN = "{% for m in messages %}<|im_start|>{{ m.role + '\\n' }}WORDS<|im_end|>{% endfor %}"
+TURN += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "turn",
+    ["{% if 'content' in m %}{{ m.content }}{% else %}" + SHOWN + "{% endif %}", "{{ m['content'] + '' }}" + SHOWN],
+    ids=["none", "empty"],
+)
+@pytest.mark.parametrize("content", [None, ""])
+def test_a_content_beside_calls_is_none_or_empty_as_the_template_needs(tmp_path: Path, turn: str, content: Any) -> None:
+    write(tmp_path, {"messages": [MESSAGES[0], {**MESSAGES[1], "content": content}, *MESSAGES[2:]]})
+    assert said(*rows(tmp_path), template=TURN.replace("WORDS", turn))[1] == "<tool_call>add</tool_call><|im_end|>two.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("turn", "content", "calls", "part"),
+    [
+        ("{{ m.content }}", "", 1, "a call of "),
+        ("{{ m.content or '' }}", "I add.", 1, "a call of "),
+        ("{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}", "", 2, "a call of "),
+        ("{% if m.tool_calls %}" + SHOWN + "{% else %}{{ m.content }}{% endif %}", "I add.", 1, "what is said beside the calls of "),
+    ],
+)
+def test_calls_and_words_beside_them_that_a_template_leaves_out_are_an_error(
+    tmp_path: Path, turn: str, content: str, calls: int, part: str
+) -> None:
+    write(tmp_path, {"messages": [MESSAGES[0], {**MESSAGES[1], "content": content, "tool_calls": MESSAGES[1]["tool_calls"] * calls}]})
+    with pytest.raises(DataError, match=rf"rows.jsonl:1: the chat template leaves out {part}messages\[1\], of the role 'assistant' — take"):
+        said(*rows(tmp_path), template=TURN.replace("WORDS", turn))
+    write(
+        tmp_path,
+        {"prompt": [*MESSAGES[:1], {**MESSAGES[1], "content": content, "tool_calls": MESSAGES[1]["tool_calls"] * calls}, *MESSAGES[2:3]]},
+    )
+    with pytest.raises(DataError, match=f"leaves out {part}"):
+        PromptRows(tiny_tokenizer(chat_template=TURN.replace("WORDS", turn)), 8, DATA).encode(*rows(tmp_path, forms=PROMPT_FORMS))
+
+
 def test_a_table_pads_and_a_file_of_objects_does_not(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
