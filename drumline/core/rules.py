@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from drumline.core import optimizer
 from drumline.core.batch import nearest
-from drumline.core.config import LoRAConfig
+from drumline.core.config import Config, LoRAConfig
 from drumline.core.copies import copied_over
 from drumline.core.facts import MULTIPLE, TP_STYLES, chunkable, takes_fp8
 from drumline.core.rollouts import VLLMGenerator
@@ -51,10 +51,7 @@ def _mps(case: Case) -> Iterator[Refusal]:
 
 
 def _images(case: Case) -> Iterator[Refusal]:
-    data = case.config.data
-    for key in ("duplicates", "decontaminate") if sees(case) or case.config.images_alone else ():
-        if getattr(data, key) and getattr(data, key) != "exact":
-            yield Refusal(f"data.{key} × images", "it compares texts alone", "use data.duplicates=exact, or take it out", f"data.{key}")
+    yield from compared_images(case.config, sees(case))
     mesh, alone = case.mesh, case.config.images_alone
     if sees(case) and not case.config.algorithm.sees_images:
         reason = "its batches carry no images, and ranks whose vision tower does not run would leave the others waiting"
@@ -70,6 +67,13 @@ def _images(case: Case) -> Iterator[Refusal]:
         yield Refusal("cp × images", reason, "use strategy=ddp or fsdp2")
     if alone and mesh.pp > 1:
         yield Refusal("pp × images", "the stages of a pipeline are handed token ids", "use strategy=ddp or fsdp2")
+
+
+def compared_images(config: Config, vision_language: bool) -> Iterator[Refusal]:
+    """The same of the data alone, which are prepared before any case is known."""
+    for key in ("duplicates", "decontaminate") if vision_language or config.images_alone else ():
+        if (found := getattr(config.data, key)) is not None and getattr(found, "kind", "near") != "exact":
+            yield Refusal(f"data.{key} × images", "it compares texts alone", "use data.duplicates=exact, or take it out", f"data.{key}")
 
 
 def _adapters(case: Case) -> Iterator[Refusal]:

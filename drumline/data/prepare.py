@@ -11,6 +11,7 @@ from drumline.core.data import Source
 from drumline.core.mixing import epoch_counts
 from drumline.core.plan import DataIdentity, DataPlan, SourcePlan
 from drumline.core.rollouts import require_room
+from drumline.core.rules import compared_images
 from drumline.data.blocks import Maker, read_ledger
 from drumline.data.cache import TokenCache, left_out, read_info, verify
 from drumline.data.encode import OWN
@@ -33,8 +34,10 @@ def prepare(
 ) -> DataPlan:
     """What the caches of `config.data` hold, which are made if they do not exist, or their images were lost. `on_progress(phase, rows done,
     all rows if known)`: the phases are "hash" (of the input), "tokenise", "pack". `vision`: of a vision-language model. `check`: verify the
-    caches that exist, and make damaged ones again. Raises DataError for input that cannot be used, EnvironmentFault for a disk that
-    cannot be written."""
+    caches that exist, and make damaged ones again. Raises DataError for input that cannot be used, PlanError for what cannot be compared,
+    EnvironmentFault for a disk that cannot be written."""
+    for refusal in compared_images(config, vision is not None):
+        raise refusal.error()
     progress = on_progress or (lambda phase, done, total: None)
     progress("hash", 0, None)
     tasks = _tasks(config, tokenizer_path, base_dir, vision)

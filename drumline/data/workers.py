@@ -9,7 +9,7 @@ import os
 import pickle
 import signal
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -95,7 +95,10 @@ class Job:
         table = np.zeros(len(kept), ROW)
         # Rewards read a prompt's other columns. Which rows are held out goes by the prompt alone, where copies may stay.
         whole = self.algorithm.rollout is not None and self.data.duplicates is not None
-        table["digest"] = np.frombuffer(b"".join(digest(row, whole) for row, _ in kept), "<u8").reshape(-1, 2)
+        # Nor do the places of images there, which lie elsewhere on another machine.
+        sees = (self.vision is not None or self.algorithm.head == "image") and self.data.duplicates is not None
+        digests = [digest(row, whole, _images(encoded) if sees else ()) for row, encoded in kept]
+        table["digest"] = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
         table["source"] = [row.source for row, _ in kept]
         table["segments"] = [len(encoded.segments) for _, encoded in kept]
         table["first"] = np.cumsum(table["segments"]) - table["segments"]
@@ -135,9 +138,16 @@ def _number(row: Row, column: str) -> float:
     return number
 
 
-def digest(row: Row, whole: bool = False) -> bytes:
-    """16 bytes of a hash of the row's content, independent of its position. `whole`: also of the columns that are not tokenised."""
-    return _hash([row.values, row.extra] if whole else row.values)
+def digest(row: Row, whole: bool = False, images: Sequence[str] = ()) -> bytes:
+    """16 bytes of a hash of the row's content, independent of its position. `whole`: also of the columns that are not tokenised; and of
+    the paths of its `images`, which it names relative to a folder."""
+    found = [row.values, row.extra] if whole else row.values
+    return _hash([found, *images] if images else found)
+
+
+def _images(encoded: Encoded) -> list[str]:
+    meta = encoded.meta or {}
+    return [*meta.get("images", ()), *([meta["path"]] if "path" in meta else ())]
 
 
 def _hash(value: Any) -> bytes:

@@ -20,8 +20,9 @@ from drumline.core.model import ModelConfig
 from drumline.core.plan import Plan
 from drumline.data.cache import TokenCache
 from drumline.data.encode import label_of
+from drumline.data.prepare import prepare
 from drumline.data.sources import Row
-from drumline.errors import DrumlineError, ModelError
+from drumline.errors import DrumlineError, ModelError, PlanError
 from drumline.inference.evaluate import planned as of_evaluation
 from drumline.models.build import build_model
 from drumline.models.freeze import freeze
@@ -164,6 +165,19 @@ def test_images_need_no_tokenizer(tmp_path: Path, model: Path) -> None:
     red = (torch.tensor([1.0, 0.0, 0.0]) - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
     assert batch.pixels_BCHW.shape == (2, 3, 16, 16) and torch.allclose(batch.pixels_BCHW[0], red[:, None, None].expand(3, 16, 16))
     assert not batch.pixels_BCHW[1].any() and batch.weight == 1
+
+
+def test_copies_of_images_fall_and_near_copies_are_refused(tmp_path: Path, model: Path) -> None:
+    sections = {
+        **images(tmp_path),
+        "data": {"train": "rows.jsonl", "eval": [], "cache_dir": str(tmp_path / "cache"), "duplicates": "exact"},
+    }
+    (tmp_path / "green.png").write_bytes((tmp_path / "red.png").read_bytes())
+    rows = [{"image": image, "label": label} for label, image in (("a", "red.png"), ("a", "red.png"), ("b", "green.png"))]
+    data = planned(tmp_path, model, rows, **sections).data
+    assert data is not None and data.train_samples == 2
+    with pytest.raises(PlanError, match=r"data\.duplicates × images"):
+        prepare(load(tmp_path / "config.yaml", ["data.duplicates=near"]).config, "", tmp_path)
 
 
 def test_images_that_rows_hold_lie_beside_the_cache_and_are_written_again(tmp_path: Path, model: Path) -> None:

@@ -24,7 +24,7 @@ from drumline.data.images import cut as cut_images
 from drumline.data.prepare import prepare
 from drumline.data.sources import Row, read_rows
 from drumline.data.templates import Example
-from drumline.errors import DataError, ModelError, UserError
+from drumline.errors import DataError, ModelError, PlanError, UserError
 from drumline.inference.evaluate import answers
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective, can_split, split
@@ -260,6 +260,19 @@ def test_lost_images_that_rows_held_are_written_again(tmp_path: Path, folder: Pa
         (path,) = (tmp_path / "cache" / "images").iterdir()
         assert len(cache) == 2 and path.read_bytes() == data
         path.unlink()
+
+
+def test_copies_have_the_same_images_and_not_the_same_names(tmp_path: Path, folder: Path, vision: Vision) -> None:
+    data = base64.b64encode((folder / write_images(folder, 1, seed=7)[0]).read_bytes()).decode()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        images = [*write_images(tmp_path / name, 2, seed=3), f"data:image/png;base64,{data}"]
+        write_rows(tmp_path / name / "rows.jsonl", [{"prompt": "what?", "completion": "RED", "image": image} for image in images])
+    train = [{"kind": "file", "path": f"{name}/rows.jsonl"} for name in "aab"]
+    assert len(cache_of(tmp_path, vision, packing=False, train=train, duplicates="exact")) == 5
+    for key, value in (("duplicates", "near"), ("decontaminate", True)):
+        with pytest.raises(PlanError, match=f"data.{key} × images: it compares texts alone"):
+            cache_of(tmp_path, vision, train=train, eval=train, **{key: value})
 
 
 @pytest.mark.parametrize(
