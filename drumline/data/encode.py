@@ -118,12 +118,17 @@ def _parts(row: Row) -> tuple[Text, Text, Text]:
         at = _shared(chosen, rejected)
         return chosen[:at], chosen[at:], rejected[at:]
     prompt = row.values["prompt"]
-    turns = as_messages(prompt, "user")
-    sides = (chosen, rejected)
-    begin = [_stripped(turn) for turn in turns]
-    repeats = [isinstance(side, list) and [_stripped(turn) for turn in side[: len(turns)]] == begin for side in sides]
-    chosen, rejected = (side[len(turns) :] if repeat else side for side, repeat in zip(sides, repeats, strict=True))
-    return prompt, chosen, rejected
+    begin = [_stripped(turn) for turn in as_messages(prompt, "user")]
+    return prompt, _behind(begin, chosen), _behind(begin, rejected)
+
+
+def _behind(begin: Messages, side: Text) -> Text:
+    """A side without the prompt that it repeats, whose system's message may be in a column of its own."""
+    bare = begin[1:] if begin[0]["role"] == "system" else []
+    for turns in (begin, bare) if isinstance(side, list) else ():
+        if turns and [_stripped(turn) for turn in side[: len(turns)]] == turns:
+            return side[len(turns) :]
+    return side
 
 
 def _stripped(turn: dict[str, Any]) -> dict[str, Any]:

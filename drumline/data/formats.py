@@ -291,7 +291,10 @@ def _verdict(there: Values, wants: str, origin: str) -> Found | None:
         raise DataError(f"column {column!r} says {there[column]!r}, and names no better answer", where=origin, fix=fix)
     chosen, rejected = (one, other) if better == marks[0] else (other, one)
     made, used = {"chosen": there[chosen], "rejected": there[rejected]}, {one, other, column}
-    if not whole:
+    if whole:
+        made, systems = _sides_headed(there, (chosen, rejected))
+        used |= systems
+    else:
         made["prompt"], more = question_of(there, prompt or "", origin)
         used |= more
     return made, own or used
@@ -324,12 +327,20 @@ def _ranked(there: Values, wants: str, origin: str) -> Found | None:
     return {"prompt": question, "chosen": texts[best], "rejected": texts[worst]}, used | more
 
 
+def _sides_headed(there: Values, sides: tuple[str, str]) -> Found:
+    """The better and the worse answer, conversations from their start, behind the system's message in a column of its own; and that."""
+    heads = [headed(there[side], there) for side in sides]
+    return {name: head for name, (head, _) in zip(("chosen", "rejected"), heads, strict=True)}, {*heads[0][1], *heads[1][1]}
+
+
 def _pair(there: Values, wants: str, origin: str) -> Found | None:
     prompt, sides = first(there, PROMPTS, str | list | Mapping), _sides(there)
-    if wants != "pair" or sides is None or (prompt is None and (sides == PAIRS[0] or not all(_is_whole(there[side]) for side in sides))):
+    if wants != "pair" or sides is None:
         return None
     if prompt is None:
-        return {"chosen": there[sides[0]], "rejected": there[sides[1]]}, set(sides)
+        made, systems = _sides_headed(there, sides)
+        whole = all(_is_whole(there[side]) for side in sides)
+        return (made, {*sides, *systems}) if whole and (systems or sides != PAIRS[0]) else None
     tools = {}
     if isinstance(request := there[prompt], Mapping):  # OpenAI's preferences
         tools = {"tools": request["tools"]} if request.get("tools") else {}

@@ -194,6 +194,26 @@ def test_a_question_is_not_learned_without_what_it_is_about(tmp_path: Path, row:
     assert read(tmp_path, {**row, "said": "a"}, columns=Columns(prompt=prompt, completion="said")).values["prompt"] == row[prompt]
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"chosen": [ASK, SAY], "rejected": [ASK, NO]},
+        {"prompt": "hi", "chosen": [ASK, SAY], "rejected": [ASK, NO]},
+        {"question": "hi", "chosen": [ASK, SAY], "rejected": [ASK, NO]},
+        {"prompt": [ASK], "chosen": [ASK, SAY], "rejected": [ASK, NO]},
+        {"prompt": "hi", "chosen": "hello", "rejected": "no"},
+        {"better": [ASK, SAY], "worse": [ASK, NO]},
+        {"conversation_a": [ASK, NO], "conversation_b": [ASK, SAY], "winner": "model_b"},
+    ],
+)
+def test_the_system_in_a_column_of_its_own_heads_both_sides(tmp_path: Path, row: dict[str, Any]) -> None:
+    tokenizer = tiny_tokenizer()
+    pair = PairRows(tokenizer, DataConfig(train=["-"])).encode(read(tmp_path, {"system": "be kind", **row}, PAIR_FORMS))
+    assert pair is not None
+    said = [tokenizer.apply_chat_template([SYSTEM, ASK, answer], tokenize=False).rstrip() for answer in (SAY, NO)]
+    assert [tokenizer.decode(side.tokens.tolist()).rstrip() for side in pair.segments] == said
+
+
 def test_mapped_sides_that_begin_alike_need_no_prompt(tmp_path: Path) -> None:
     sides = {"good": [ASK, SAY], "bad": [ASK, NO]}
     columns = {"chosen": "good", "rejected": "bad"}
