@@ -192,11 +192,13 @@ def disk_errors(what: str, where: str, error_type: type[DrumlineError], fix: str
         raise error_type(f"{what}: {error.strerror or error}", where=where, fix=fix) from error
 
 
-def content_of(value: Any) -> str:
-    """What stands for a value that JSON does not have: the pixels of a picture, whose `str` is an address in memory."""
+def content_of(value: Any) -> Any:
+    """What stands for a value that JSON does not have: the pixels of a picture, whose `str` is an address in memory, and the numbers of an
+    array, whose `str` has some of them."""
     if hasattr(value, "convert") and hasattr(value, "tobytes"):
         return hashlib.sha256(f"{value.mode} {value.size} ".encode() + value.tobytes()).hexdigest()
-    return str(value)
+    found = value.tolist() if callable(getattr(value, "tolist", None)) else value
+    return str(value) if type(found) is type(value) else found
 
 
 def first_line(error: BaseException) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -108,11 +110,24 @@ class SourceSpec(Spec, Mixed):
         raise NotImplementedError
 
     def content(self, base_dir: Path) -> str:
-        """A text that identifies these rows for the token cache: by default a hash of them all."""
+        """A text that identifies these rows for the token cache: by default a hash of all that `limit` may take."""
         found = hashlib.sha256()
-        for row in self.rows(base_dir):
+        for row in islice(self.rows(base_dir), None if self.where else self.limit):
             found.update(json.dumps(row, sort_keys=True, default=content_of).encode())
         return found.hexdigest()
+
+    def code(self, base_dir: Path) -> str:
+        """A text that identifies the rows of a stream, which may be without end: by default a hash of the file that they are written in."""
+        return _text_of(type(self))
+
+
+def _text_of(thing: Any) -> str:
+    """A hash of the file that a class or function is written in, else its name."""
+    try:
+        text = inspect.getsource(inspect.getmodule(thing) or thing)
+    except (OSError, TypeError):  # it is not written in Python
+        text = str(getattr(thing, "__qualname__", ""))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _without_secret(path: str) -> str:
@@ -210,8 +225,13 @@ class PythonSource(SourceSpec):
 
     def rows(self, base_dir: Path) -> Any:
         """Whatever the function returns."""
-        function = find_object(self.path, base_dir, "data source", "function")
-        return imported(lambda: function(**self.options), self.path, "data source", doing="calling")
+        return imported(lambda: self._function(base_dir)(**self.options), self.path, "data source", doing="calling")
+
+    def code(self, base_dir: Path) -> str:
+        return _text_of(self._function(base_dir))
+
+    def _function(self, base_dir: Path) -> Any:
+        return find_object(self.path, base_dir, "data source", "function")
 
 
 Source = Annotated[SourceSpec, Registered(SourceSpec)]

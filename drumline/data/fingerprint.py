@@ -41,9 +41,11 @@ def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: 
     pixels are in no cache, and a changed size is found when an image is loaded."""
     data = config.data
     code, _, name = config.algorithm.kind.rpartition(":")  # a kind in a user's file counts with its code, which may change
+    streams, where = role != "eval" and data.stream is not None, None if role == "eval" else data.where
+    found = [source.model_copy(update={"where": source.where or where}) for source in sources]
     parts: dict[str, Any] = {
         "version": VERSION,
-        "sources": [_source(source, base_dir) for source in sources],
+        "sources": [_source(source, base_dir, streams) for source in found],
         "tokenizer": None if config.images_alone else _tokenizer(config, tokenizer_path, base_dir),
         "algorithm": f"{hash_file(Path(code))}:{name}" if code.endswith(".py") else config.algorithm.kind,
         "settings": {name: getattr(data, name) for name in ("max_length", "truncation", "packing", "learn_on", "reasoning")},
@@ -72,8 +74,8 @@ def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: 
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _source(source: Source, base_dir: Path) -> dict[str, Any]:
-    """The settings of a source and its content, without the paths of its files."""
+def _source(source: Source, base_dir: Path, streams: bool = False) -> dict[str, Any]:
+    """The settings of a source and its content, without the paths of its files. `streams`: the user's own rows may be without end."""
     settings = source.model_dump(exclude={"path", *_APART})
     if isinstance(source, FileSource):
         return {**settings, "content": [(file.kind, file.content()) for file in locate(source, base_dir)]}
@@ -90,7 +92,8 @@ def _source(source: Source, base_dir: Path) -> dict[str, Any]:
     if isinstance(source, DigitsSource):
         return {**settings, "content": str(cache_dir())}
     if not isinstance(source, SavedSource):
-        text = imported(partial(source.content, base_dir), source.label, "data source", doing="reading")
+        read = source.code if streams and source.limit is None else source.content
+        text = imported(partial(read, base_dir), source.label, "data source", doing="reading")
         return {**source.model_dump(exclude=_APART), "content": text}
     folder = base_dir / expanded(source.path)
     if not folder.is_dir():

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from drumline.core.data import PAIR_FORMS, PROMPT_FORMS, TEXT_FORMS, Columns, DataConfig, FileSource, Forms, PythonSource
@@ -82,6 +83,16 @@ def test_a_picture_is_its_pixels() -> None:
     pictures = [Image.new("RGB", (2, 2), color) for color in ("red", "red", "blue")]
     one, same, other = (digest(Row("", {"image": picture})) for picture in pictures)
     assert one == same != other
+
+
+def test_an_array_is_all_of_its_numbers() -> None:
+    whole = np.zeros(5000)
+    changed = whole.copy()
+    changed[2500] = 1
+    for made in (np.asarray, torch.tensor, lambda array: np.array([{"x": array}, {}]), lambda array: {"x": [array]}):
+        one, same, other = (digest(Row("", {"x": made(array)})) for array in (whole, whole.copy(), changed))
+        assert one == same != other
+    assert digest(Row("", {"x": np.longdouble(1)})) != digest(Row("", {"x": np.longdouble(2)})), "one that stays what it is"
 
 
 def test_images_that_nothing_reads_stop_no_run(tmp_path: Path) -> None:

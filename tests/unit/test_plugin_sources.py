@@ -8,10 +8,13 @@ import pytest
 
 from drumline.core.config import Config
 from drumline.core.load import load, schema
+from drumline.data.fingerprint import cache_key
 from drumline.data.sources import read_rows
 from drumline.errors import ConfigError, DataError
+from tests.tiny import tiny_tokenizer
 
 MINE = """
+import itertools
 from typing import Literal
 from drumline.core.data import SourceSpec
 
@@ -23,9 +26,17 @@ def wrong():
     yield {"text": "one"}
     yield 3
 
+def endless(word="one"):
+    return ({"text": f"{word} {number}", "n": number} for number in itertools.count())
+
 def broken():
     yield {"text": "one"}
     raise OSError("the tape is torn")
+
+class Endless(SourceSpec):
+    kind: Literal["endless"] = "endless"
+    def rows(self, base_dir):
+        return endless()
 
 class Counted(SourceSpec):
     kind: Literal["counted"] = "counted"
@@ -35,10 +46,10 @@ class Counted(SourceSpec):
 """
 
 
-def config(folder: Path, source: str) -> Config:
+def config(folder: Path, source: str, more: str = "") -> Config:
     (folder / "mine.py").write_text(MINE)
     path = folder / "a.yaml"
-    path.write_text(f"data: {{train: [{source}]}}\n")
+    path.write_text(f"data: {{train: [{source}]{more}}}\nrun: {{steps: 2}}\n")
     return load(path, []).config
 
 
@@ -52,6 +63,34 @@ def test_rows_of_a_function(tmp_path: Path) -> None:
     first = next(read_rows(made.data.train[0], tmp_path))
     assert first.origin == "mine.py:rows row 1"
     assert Config.model_validate(made.model_dump(mode="json")) == made
+
+
+@pytest.mark.parametrize("source", ["{kind: python, path: 'mine.py:endless'}", "{kind: 'mine.py:Endless'}"])
+def test_rows_without_end_need_a_limit_or_a_stream(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream is known by its code and settings, any other rows by those that `limit` may take."""
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+
+    def key(source: str, more: str) -> str:
+        made = config(tmp_path, source, more)
+        return cache_key(made, made.data.train, "train", str(tmp_path / "tokenizer"), tmp_path)
+
+    limited, longer = (source.replace("}", f", limit: {count}}}") for count in (3, 4))
+    assert key(limited, "") == key(limited, "") != key(longer, "")
+    stream = ", stream: {rows: 8}"
+    assert key(source, stream) == key(source, stream) != key(source, ", stream: {rows: 9}")
+    one = config(tmp_path, source).data.train[0].code(tmp_path)
+    monkeypatch.setattr(f"{__name__}.MINE", MINE.replace("itertools.count()", "itertools.count(1)"))
+    (tmp_path / "changed").mkdir()
+    assert config(tmp_path / "changed", source).data.train[0].code(tmp_path / "changed") != one
+
+
+def test_behind_a_condition_more_rows_count_than_the_limit(tmp_path: Path) -> None:
+    one, two = (
+        config(tmp_path, f"{{kind: python, path: 'mine.py:rows', options: {{count: {n}}}, limit: 1}}").data.train[0] for n in (2, 3)
+    )
+    assert one.content(tmp_path) == two.content(tmp_path)
+    one, two = (source.model_copy(update={"where": "text <> 'one 0'"}) for source in (one, two))
+    assert one.content(tmp_path) != two.content(tmp_path)
 
 
 def test_a_spec_by_path(tmp_path: Path) -> None:
