@@ -25,7 +25,7 @@ from typing import Any
 from drumline.core.data import PAIR_FORMS, TEXT_FORMS, Forms
 from drumline.data.questions import first, headed, question_of, system_of, with_context
 from drumline.data.rivals import Values, rivals
-from drumline.data.turns import TURN, are_texts, calls_of, messages_of, read_talk, rounds_of, transcribed
+from drumline.data.turns import TURN, are_texts, calls_of, messages_of, read_talks, rounds_of, transcribed
 from drumline.errors import DataError
 
 Found = tuple[dict[str, Any], set[str]]  # columns under our names, and the names of those that they were made of
@@ -112,7 +112,9 @@ def shaped(values: dict[str, Any], known: Forms, wanted: str, origin: str) -> tu
 
 
 def _shaped(values: dict[str, Any], known: Forms, wanted: str, origin: str) -> tuple[str, dict[str, Any]] | None:
-    talks = {name: read_talk(name, values[name], origin) for name in (*SIDES, *TALKS) if name in values}
+    talks = read_talks(
+        {name: values[name] for name in (*SIDES, *TALKS) if name in values}, values.get(first(values, PROMPTS) or ""), origin
+    )
     # Of the row's own class: rows of a table are padded with null keys.
     plain = type(values)(values | {name: value for name, (_, value) in talks.items()})
     if _wants(known) == "pair" and (question := first(plain, PROMPTS)) and _repeats(plain, question):

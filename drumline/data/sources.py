@@ -34,7 +34,7 @@ from drumline.data.files import Raw, TableRow, read_digits, read_file, read_task
 from drumline.data.formats import Tie, nearest_format, shaped
 from drumline.data.places import locate
 from drumline.data.sql import read_sql
-from drumline.data.turns import ROLES
+from drumline.data.turns import ROLES, weighted, with_arguments
 from drumline.errors import DataError
 from drumline.foreign import expanded, first_line, judged
 
@@ -225,7 +225,7 @@ def _checked(part: str, name: str, value: Any, origin: str, number: int, padded:
         raise DataError(f"row {number}: column {name!r} is {found}, not {wants}", where=origin)
     for index, message in enumerate(value):
         _check_message(message, f"{name}[{index}]", origin, number)
-    return [_without_absent(message, padded) for message in value]
+    return [_without_absent(message, padded, f"row {number}: {name}[{index}]", origin) for index, message in enumerate(value)]
 
 
 def _check_message(message: Any, label: str, origin: str, number: int) -> None:
@@ -247,15 +247,15 @@ def _check_message(message: Any, label: str, origin: str, number: int) -> None:
         _checked("text", f"{label}.content", content, origin, number)
 
 
-def _without_absent(message: dict[str, Any], padded: bool) -> dict[str, Any]:
+def _without_absent(message: dict[str, Any], padded: bool, label: str, origin: str) -> dict[str, Any]:
     """The message without the null keys that a table pads it with. A content in parts of text alone becomes one text."""
-    message = {key: item for key, item in message.items() if item is not None}
+    message = weighted({key: item for key, item in message.items() if item is not None})
     if (role := message["role"].lower()) in ROLES.values():  # columns that are mapped are no format, which has its own names of roles
         message["role"] = role
     if "tool_calls" in message:
         # Chat templates write arguments as JSON; OpenAI's format has them as text.
         calls = unpadded(_read(message["tool_calls"])) if padded else _read(message["tool_calls"])
-        message["tool_calls"] = [_with_arguments(call) for call in calls] if isinstance(calls, list) else calls
+        message["tool_calls"] = [with_arguments(call, label, origin) for call in calls] if isinstance(calls, list) else calls
     parts = message.get("content")
     if isinstance(parts, list):
         parts = [{key: item for key, item in part.items() if item is not None} for part in parts]
@@ -291,14 +291,6 @@ def unpadded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: unpadded(item) for key, item in value.items() if item is not None}
     return [unpadded(item) for item in value] if isinstance(value, list) else value
-
-
-def _with_arguments(call: Any) -> Any:
-    if not isinstance(call, dict):
-        return call
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _with_arguments(call["function"])}
-    return {**call, "arguments": _read(call["arguments"])} if "arguments" in call else call
 
 
 def _read(value: Any) -> Any:

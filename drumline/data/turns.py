@@ -16,11 +16,21 @@ ROLES = {
     "developer": "developer", "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
 ANSWERS = ("prompt", "completion", "chosen", "rejected")  # a text there may be JSON by itself
+SAID = {"content", "value", "text", "tool_calls", "function_call"}
 CALLS = ("function_call", "tool_call")
+MARKS = ("loss_weight", "train", "training", "loss")  # of a turn in LLaMA-Factory's, Axolotl's and other files
 TURN = re.compile(r"\n\n(Human|Assistant):[ ]?")
 CHAT = re.compile(r"(?:\A|\n\s*\n)(USER|ASSISTANT|FUNCTION RESPONSE):[ ]?")  # of calls in plain text
 PROMPT = re.compile(r"\n\nHuman:.*\n\nAssistant:\s*", re.DOTALL)  # a prompt that is a transcript
 ROUNDS = (("input", "output"), ("user", "assistant"), ("human", "assistant"), ("prompt", "response"), ("question", "answer"))
+
+
+def read_talks(columns: Mapping[str, Any], question: Any, origin: str) -> dict[str, tuple[str, Any]]:
+    """`read_talk` of columns. `question`: the prompt of the row, perhaps under another name."""
+    found = {name: read_talk(name, value, origin) for name, value in columns.items()}
+    asked = found["prompt"][1] if found.get("prompt", ("", None))[1] else question
+    texts = {name for name in ANSWERS[1:] if name in found}
+    return found | {name: ("", columns[name]) for name in texts if _only_answers(columns[name], found[name][1], asked)}
 
 
 def read_talk(name: str, value: Any, origin: str) -> tuple[str, Any]:
@@ -46,7 +56,16 @@ def read_talk(name: str, value: Any, origin: str) -> tuple[str, Any]:
 
 
 def _known(turn: Mapping[str, Any]) -> bool:
-    return str(turn.get("role") or turn.get("from")).lower() in ROLES
+    return str(turn.get("role") or turn.get("from")).lower() in ROLES and bool(SAID & turn.keys())
+
+
+def _only_answers(text: str, turns: Any, question: Any) -> bool:
+    """Whether a text of JSON that was taken for `turns` is an answer to a text, and no conversation: others than the assistant speak, and
+    nobody repeats the question."""
+    if not isinstance(text, str) or not isinstance(turns, list) or not isinstance(question, str):
+        return False
+    asks = any(turn.get("role") in ("user", "system", "developer") for turn in turns)
+    return asks and not any(question.strip() in str(turn.get("content")) for turn in turns)
 
 
 def _is_ours(turn: Mapping[str, Any]) -> bool:
@@ -76,9 +95,7 @@ def _joined(message: dict[str, Any], origin: str) -> dict[str, Any]:
         else:
             parts.append({"type": "image", "image": value} if kind.startswith("image") else part)
     texts = [part["text"] for part in parts if part.keys() == {"type", "text"}] if all(isinstance(part, dict) for part in parts) else []
-    made = {**message, "content": "".join(texts) if len(texts) == len(parts) else parts}
-    if "loss_weight" in made:
-        made["weight"] = made.pop("loss_weight")
+    made = weighted({**message, "content": "".join(texts) if len(texts) == len(parts) else parts})
     return made | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
 
 
@@ -125,6 +142,37 @@ def calls_of(value: Any) -> list[dict[str, Any]] | None:
     if not calls or not all(isinstance(call, Mapping) and "name" in call for call in calls):
         return None
     return [{"type": "function", "function": call} for call in calls]
+
+
+def with_arguments(call: Any, label: str, origin: str) -> Any:
+    """A call with its arguments as an object, of which OpenAI's format has the JSON, and Llama's `parameters`. Raises DataError."""
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": with_arguments(call["function"], label, origin)}
+    if not call.get("name"):
+        raise DataError(f"{label}: a call has no name", where=origin, fix="give {name, arguments}")
+    given = call.get("arguments")
+    found = call.get("parameters") if given is None else given
+    if isinstance(found, str):
+        try:
+            found = json.loads(found) if found.strip() else {}
+        except (ValueError, RecursionError):
+            found = ""
+    if not isinstance(found, dict | None):
+        what = f"{label}: the arguments of the call {call.get('name')!r} are no JSON object"
+        raise DataError(what, where=origin, fix='give {"name": value, …}, or a text that is such JSON')
+    return {key: value for key, value in call.items() if key != "parameters" or given is not None} | {"arguments": found or {}}
+
+
+def weighted(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the `weight` that its key of another tool says: whether it is learned."""
+    numbers = {name: message[name] for name in MARKS if isinstance(message.get(name), bool | int | float)}
+    marks = {name: mark for name, mark in numbers.items() if name == MARKS[0] or mark in (0, 1)}
+    if not marks:
+        return message
+    rest = {key: value for key, value in message.items() if key not in marks}
+    return {"weight": next(float(mark) for mark in marks.values())} | rest
 
 
 def _message(turn: Any, origin: str) -> dict[str, Any]:

@@ -35,6 +35,25 @@ def test_an_answer_that_is_json_stays_a_text(tmp_path: Path, text: str) -> None:
     assert read(tmp_path, {"prompt": "q", "completion": text}).values == {"prompt": "q", "completion": text}
 
 
+@pytest.mark.parametrize("name", ["prompt", "question"])
+@pytest.mark.parametrize("talk", [[{"role": "user", "name": "Bob"}], [{"role": "assistant", "name": "Bob"}], [ASK, SAY], [SYSTEM, ASK]])
+def test_an_answer_that_is_a_list_of_roles_stays_a_text(tmp_path: Path, name: str, talk: list[dict[str, Any]]) -> None:
+    text = json.dumps(talk)
+    assert read(tmp_path, {name: "Make a chat", "completion": text}).values == {"prompt": "Make a chat", "completion": text}
+    pair = {"chosen": text, "rejected": "no"}
+    assert read(tmp_path, {name: "Make a chat", **pair}, PAIR_FORMS).values == {"prompt": "Make a chat", **pair}
+
+
+def test_conversations_of_a_table_are_json_texts(tmp_path: Path) -> None:
+    sides = {"chosen": [SYSTEM, ASK, SAY], "rejected": [ASK, NO]}
+    texts = {name: json.dumps(talk) for name, talk in sides.items()}
+    for prompt in ({}, {"prompt": "hi"}, {"question": "hi "}):
+        assert read(tmp_path, {**prompt, **texts}, PAIR_FORMS).values == sides
+    answer = {"prompt": json.dumps([ASK]), "completion": json.dumps([SAY])}
+    assert read(tmp_path, answer).values == {"prompt": [ASK], "completion": [SAY]}
+    assert read(tmp_path, {**answer, "prompt": "hi"}).values == {"prompt": "hi", "completion": [SAY]}
+
+
 def test_functions_beside_messages_are_tools(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}}
     assert read(tmp_path, {"messages": [ASK, call], "functions": [TOOL]}).values["tools"] == [TOOL]
@@ -223,6 +242,25 @@ def test_the_system_in_a_column_of_its_own_heads_both_sides(tmp_path: Path, row:
     assert pair is not None
     said = [tokenizer.apply_chat_template([SYSTEM, ASK, answer], tokenize=False).rstrip() for answer in (SAY, NO)]
     assert [tokenizer.decode(side.tokens.tolist()).rstrip() for side in pair.segments] == said
+
+
+@pytest.mark.parametrize(
+    "mark", [{"loss_weight": 0.0}, {"train": False}, {"training": False}, {"loss": False}, {"weight": 0, "train": True}]
+)
+def test_a_mark_that_a_turn_is_not_learned_is_its_weight(tmp_path: Path, mark: dict[str, Any]) -> None:
+    encoder = Encoder(tiny_tokenizer(), everything=False, data=DataConfig(train=["-"], max_length=256))
+    human, gpt = {"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}
+    on = {name: not value for name, value in mark.items() if name != "train" or "weight" not in mark}
+    ours, theirs = [ASK, {**SAY, **mark}, ASK, {**NO, **on}], [human, {**gpt, **mark}, human, {**gpt, "value": "no"}]
+    for row, source in (({"messages": ours}, {}), ({"conversations": theirs}, {}), ({"talk": ours}, {"columns": Columns(messages="talk")})):
+        made = encoder.encode(read(tmp_path, row, **source))
+        assert encoder.tokenizer.decode(made.tokens[made.learn > 0]) == "no<|im_end|>"
+
+
+def test_a_number_that_is_no_mark_is_left_alone(tmp_path: Path) -> None:
+    turns = [ASK, {**SAY, "loss": 0.37, "train": "a.jsonl"}]
+    assert read(tmp_path, {"messages": turns}).values["messages"] == turns
+    assert read(tmp_path, {"messages": [ASK, {**SAY, "loss_weight": 0.5}]}).values["messages"] == [ASK, {**SAY, "weight": 0.5}]
 
 
 def test_mapped_sides_that_begin_alike_need_no_prompt(tmp_path: Path) -> None:

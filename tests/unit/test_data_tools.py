@@ -77,6 +77,41 @@ def test_a_call_behind_reasoning_that_old_turns_lose_is_learned(tmp_path: Path) 
     assert learned == f"I add.{CALL}<|im_end|>two.<|im_end|>"
 
 
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ({"arguments": ""}, {}),
+        ({"arguments": " \n"}, {}),
+        ({"arguments": None}, {}),
+        ({}, {}),
+        ({"parameters": {"a": 1}}, {"a": 1}),
+        ({"parameters": '{"a": 1}', "arguments": None}, {"a": 1}),
+        ({"arguments": "hello"}, None),
+        ({"arguments": '{"a": 1'}, None),
+        ({"arguments": "[1]"}, None),
+        ({"arguments": [1]}, None),
+    ],
+)
+def test_arguments_are_an_object(tmp_path: Path, call: dict[str, Any], arguments: Any) -> None:
+    named = {"name": "add", **call}
+    asked = {"from": "human", "value": "one and"}
+    for row in (
+        {"messages": [MESSAGES[0], {**MESSAGES[1], "tool_calls": [{"type": "function", "function": named}]}]},
+        {"messages": [MESSAGES[0], {**MESSAGES[1], "tool_calls": [named]}]},
+        {"conversations": [asked, {"from": "function_call", "value": json.dumps(named)}]},
+    ):
+        write(tmp_path, row)
+        if arguments is None:
+            with pytest.raises(DataError, match=r"rows.jsonl:1: row 1: messages\[1\]: the arguments of the call 'add' are no JSON object"):
+                rows(tmp_path)
+        else:
+            (made,) = rows(tmp_path)[0].values["messages"][1]["tool_calls"]
+            assert made.get("function", made) == {"name": "add", "arguments": arguments}
+    write(tmp_path, {"messages": [MESSAGES[0], {**MESSAGES[1], "tool_calls": [{"id": "1", **call}]}]})
+    with pytest.raises(DataError, match="a call has no name"):
+        rows(tmp_path)
+
+
 SHOWN = "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}</tool_call>{% endfor %}"
 TURN = "{% for m in messages %}<|im_start|>{{ m.role + '\\n' }}WORDS<|im_end|>{% endfor %}"
 TURN += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
