@@ -42,11 +42,11 @@ _FACTORS, _SHIFTS = mix(_SEEDS) | np.uint64(1), mix(_SEEDS + np.uint64(1 << 32))
 def text_of(row: Row) -> str:
     """All that the row says, without system prompts, which many rows share."""
     talks = (value if isinstance(value, list) else [{"content": value}] for value in row.values.values())
-    parts = (_said(message) for talk in talks for message in talk if isinstance(message, dict) and message.get("role") != "system")
+    parts = (_texts_of(message) for talk in talks for message in talk if isinstance(message, dict) and message.get("role") != "system")
     return "\n".join(part for each in parts for part in each if isinstance(part, str))
 
 
-def _said(message: dict[str, Any]) -> list[Any]:
+def _texts_of(message: dict[str, Any]) -> list[Any]:
     """The reasoning, the content and the calls of a message. A call has no more of its keys than its name and arguments: others, as its
     number, are in all calls, or in no two."""
     content, calls = message.get("content"), message.get("tool_calls")

@@ -10,7 +10,7 @@ from drumline.errors import DataError
 
 SYSTEMS = ("system", "system_prompt", "system_message")
 CONTEXTS = ("input", "context")  # what an instruction is about
-ASKED = ("question", "query")
+QUESTIONS = ("question", "query")
 PASSAGES = ("article", "passage", "background", "situation", "story", "document")  # what those are about: where they stand is not known
 
 
@@ -43,7 +43,7 @@ def with_context(there: Values, prompt: str, origin: str) -> tuple[Any, set[str]
     held = {name: there[name] for name in CONTEXTS if name != prompt and name in there}
     names = [name for name, value in held.items() if value != {} and value == value]  # nor pandas' NaN
     left = [name for name in names if type(there[name]) not in (str, int, float)]
-    left += [name for name in PASSAGES if prompt in ASKED and isinstance(there.get(name), str)]
+    left += [name for name in PASSAGES if prompt in QUESTIONS and isinstance(there.get(name), str)]
     if left:
         what = f"what `{left[0]}` holds would be left out of the prompt, which is `{prompt}`"
         raise DataError(

@@ -242,11 +242,11 @@ class Encoder:
         with suppress(DataError):  # one rendering in the place of one for each call
             renamed = [_renamed(turn, f"call-{index}-") for index, turn in enumerate(messages)]
             marked = self._render(renamed, row, **options) if renamed != messages else ""
-        for index, part, others in parts:
+        for index, part, instead in parts:
             if part == CALL and f"call-{index}-" in marked:
                 continue
             try:
-                without = self._render([*messages[:index], *others, *messages[index + 1 :]], row, **options)
+                without = self._render([*messages[:index], *instead, *messages[index + 1 :]], row, **options)
             except DataError:
                 continue
             if without == text:
@@ -355,14 +355,14 @@ def _parts(turn: dict[str, Any], text: str) -> Iterator[tuple[str, Messages]]:
     """What of a turn may not be in `text`: its name, and what stands in its place without it. Of an assistant's turn these are the last of
     its calls, and what it says beside them; templates leave old reasoning out."""
     content, calls = turn.get("content"), turn.get("tool_calls")
-    said = "".join(part.get("text", "") for part in content) if isinstance(content, list) else content or ""
+    spoken = "".join(part.get("text", "") for part in content) if isinstance(content, list) else content or ""
     if turn["role"] != "assistant":
-        if isinstance(content, str) and said.strip() not in text:
+        if isinstance(content, str) and spoken.strip() not in text:
             yield "", []
     elif calls:
         rest = {"tool_calls": calls[:-1]} if isinstance(calls, list) and len(calls) > 1 else {}
         yield CALL, [{key: value for key, value in turn.items() if key != "tool_calls"} | rest]
-        if said.rpartition("</think>")[2].strip() not in text:
+        if spoken.rpartition("</think>")[2].strip() not in text:
             yield "what is said beside the calls of ", [{**turn, "content": ""}]
 
 

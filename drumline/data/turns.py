@@ -16,7 +16,7 @@ ROLES = {
     "developer": "developer", "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
 ANSWERS = ("prompt", "completion", "chosen", "rejected")  # a text there may be JSON by itself
-SAID = {"content", "value", "text", "tool_calls", "function_call"}
+HOLDS = {"content", "value", "text", "tool_calls", "function_call"}
 CALLS = ("function_call", "tool_call")
 MARKS = ("loss_weight", "train", "training", "loss")  # of a turn in LLaMA-Factory's, Axolotl's and other files
 TURN = re.compile(r"\n\n(Human|Assistant):[ ]?")
@@ -28,9 +28,9 @@ ROUNDS = (("input", "output"), ("user", "assistant"), ("human", "assistant"), ("
 def read_talks(columns: Mapping[str, Any], question: Any, origin: str) -> dict[str, tuple[str, Any]]:
     """`read_talk` of columns. `question`: the prompt of the row, perhaps under another name."""
     found = {name: read_talk(name, value, origin) for name, value in columns.items()}
-    asked = found["prompt"][1] if found.get("prompt", ("", None))[1] else question
+    prompt = found["prompt"][1] if found.get("prompt", ("", None))[1] else question
     texts = {name for name in ANSWERS[1:] if name in found}
-    return found | {name: ("", columns[name]) for name in texts if _only_answers(columns[name], found[name][1], asked)}
+    return found | {name: ("", columns[name]) for name in texts if _only_answers(columns[name], found[name][1], prompt)}
 
 
 def read_talk(name: str, value: Any, origin: str) -> tuple[str, Any]:
@@ -56,7 +56,7 @@ def read_talk(name: str, value: Any, origin: str) -> tuple[str, Any]:
 
 
 def _known(turn: Mapping[str, Any]) -> bool:
-    return str(turn.get("role") or turn.get("from")).lower() in ROLES and bool(SAID & turn.keys())
+    return str(turn.get("role") or turn.get("from")).lower() in ROLES and bool(HOLDS & turn.keys())
 
 
 def _only_answers(text: str, turns: Any, question: Any) -> bool:

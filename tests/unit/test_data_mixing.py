@@ -216,9 +216,14 @@ def test_calls_and_reasoning_tell_rows_apart(tmp_path: Path, tokenizer: str, kin
         return {"messages": [{"role": "user", "content": "run it"}, {"role": "assistant", **answer}]}
 
     train = write(tmp_path, "rows.jsonl", [row(text, number) for number, text in enumerate([*said, said[0]])])
-    assert made(tmp_path, tokenizer, [train], duplicates="near", max_length=2000).train_samples == 4
     held_out = write(tmp_path, "eval.jsonl", [row(said[1], 9)])
-    assert made(tmp_path, tokenizer, [train], eval=[held_out], decontaminate=True, max_length=2000).sources[0].contaminated == 1
+
+    def prepared(**data: Any) -> DataPlan:
+        settings = config(tmp_path, [train], max_length=2000, **data).model_dump(exclude_unset=True)
+        return prepare(Config.model_validate({**settings, "model": {"chat_template": "chatml"}}), tokenizer, tmp_path)
+
+    assert prepared(duplicates="near").train_samples == 4
+    assert prepared(eval=[held_out], decontaminate=True).sources[0].contaminated == 1
 
 
 def test_prompts_with_other_columns_for_the_rewards_are_no_copies(tmp_path: Path, tokenizer: str) -> None:
