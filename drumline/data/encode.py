@@ -125,8 +125,8 @@ def _parts(row: Row) -> tuple[Text, Text, Text]:
 def _behind(begin: Messages, side: Text) -> Text:
     """A side without the prompt that it repeats, whose system's message may be in a column of its own."""
     bare = begin[1:] if begin[0]["role"] == "system" else []
-    for turns in (begin, bare) if isinstance(side, list) else ():
-        if turns and [_stripped(turn) for turn in side[: len(turns)]] == turns:
+    for turns in (begin, bare):
+        if isinstance(side, list) and turns and [_stripped(turn) for turn in side[: len(turns)]] == turns:
             return side[len(turns) :]
     return side
 

@@ -27,7 +27,7 @@ TEMPLATE = (
 )
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-MESSAGES = [
+MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "one and"},
     {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]},
     {"role": "tool", "content": "2"},
