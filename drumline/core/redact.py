@@ -12,8 +12,9 @@ import math
 import os
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,21 +27,26 @@ REDACTED = "[redacted]"
 OURS = "DRUMLINE_SECRET_"  # variables that hold, as JSON, what stood in a YAML (`withhold`)
 _SPECIAL = "(?:pad|eos|bos|unk|sep|cls)"  # tokens of a vocabulary
 _PASSWORDS = "(?:SECRET|PASSWORD|PASSWD|PASSPHRASE)"
-_KINDS = rf"(?:{_PASSWORDS}S?|(?:[_-]|API|ACCESS)KEY(?:[_-]?ID|S)?|CREDENTIALS?|DATABASE_URL|(?<![A-Z])DSN)"
+_KINDS = (
+    rf"(?:{_PASSWORDS}S?|(?:[_-]|API|ACCESS|ACCOUNT)KEY(?:[_-]?ID|S)?|CREDENTIALS?|DATABASE_URL|(?<![A-Z])DSN"
+    r"|(?:MYSQL|PG|DB|DATABASE|ADMIN|USER)_PWD|(?<=;)PWD)"  # PWD alone is the shell's folder
+)
 # The names of environment variables and keys whose values stay secret: HF_TOKEN, api_key, AWS_ACCESS_KEY_ID; not pad_token, tokens.
 SECRET = re.compile(rf"(?:{_KINDS}|(?<!{_SPECIAL}_)TOKEN)$", re.IGNORECASE)
 PASSWORD = re.compile(rf"{_PASSWORDS}S?$", re.IGNORECASE)  # a number may be one, too
 # scheme://user:password@, and scheme://token@. What may be long is tried from its beginning alone: a text of n letters takes n steps.
 URL_PASSWORD = re.compile(r"((?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://(?:[^\s/@:]*:(?=[^\s/]+@)|(?=[^\s/@:]{20,}@)))[^\s/]+(?=@)", re.IGNORECASE)
-# `--api-key abc`, and HF_TOKEN=abc or "password": "abc". A bare `key: x` or `token: x` is prose more often than a secret.
+# `--api-key abc`, HF_TOKEN=abc, "password": "a b", a signed address. A bare `key: x` or `token: x` is prose more often than a secret.
 _ASSIGNED = re.compile(
-    rf"((?<![\w-])--[\w-]*(?:{_KINDS}|TOKEN|KEY)[ =]+"
-    rf"""|(?<![\w-])(?:[\w-]*[_-](?<!{_SPECIAL}_)TOKEN|[\w-]*{_KINDS})["']?\s*[=:]\s*["']?"""
-    r"""|Bearer\s+(?=\S{8}))[^\s"',;]+""",
+    rf"((?:(?<![\w-])--[\w-]*(?:{_KINDS}|TOKEN|KEY)[ =]+"
+    rf"""|(?<![\w-])(?:[\w-]*[_-](?<!{_SPECIAL}_)TOKEN|[\w-]*{_KINDS})["']?\s*[=:]\s*)(?:\\*["'])?"""
+    r"""|Bearer\s+(?=\S{8})|Authorization["']?\s*[=:]\s*["']?Basic\s+|[?&](?:sig|X-(?:Amz|Goog)-Signature)=)"""
+    r"""(?:(?<=")[^"\n]+|(?<=')[^'\n]+|[^\s"',;]+)""",
     re.IGNORECASE,
 )
-_HINTS = ("token", "key", "secret", "passw", "passphrase", "credential", "database_url", "dsn", "bearer", "://")
+_HINTS = re.compile("token|key|secret|passw|passphrase|credential|database_url|dsn|pwd|bearer|basic|sig=|signature=|://", re.IGNORECASE)
 SHORTEST = 8  # characters; a shorter value of some *_KEY would blank out ordinary words
+MOST_HELD = 2**12  # pieces, and letters of one, that wait for a line's end
 SHORTEST_KEPT = 4  # of values that are known to be secret: as words of their own
 REFERENCE = re.compile(r"\$\{env:([^{}]*)\}")
 # Where they may stand: those who use these values reveal them.
@@ -58,8 +64,7 @@ def redact(text: str, values: Secrets | None = None) -> str:
             text = text.replace(value, REDACTED)
         elif known and len(value) >= SHORTEST_KEPT and value in text:
             text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", REDACTED, text)
-    small = text.lower()
-    if not any(hint in small for hint in _HINTS):  # most texts, and long ones fast
+    if not _HINTS.search(text):  # most texts, and long ones fast
         return text
     return URL_PASSWORD.sub(rf"\1{REDACTED}", _ASSIGNED.sub(rf"\1{REDACTED}", text))
 
@@ -122,14 +127,31 @@ def plain(value: Any, secret: bool = False, values: Secrets | None = None) -> An
 
 
 class _Redacting:
-    """A text stream that writes no secret; everything else is the stream's own."""
+    """A text stream that writes no secret; everything else is the stream's own. Whole lines go there, or what a flush finds: `print`
+    gives the name of a secret and its value one after the other. No lock: a process that is forked meanwhile would keep it."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
+        self._stream, self._held = stream, deque[str]()
 
     def write(self, text: str) -> int:
-        self._stream.write(redact(text))
+        self._held.append(text)
+        if "\n" in text or len(text) > MOST_HELD or len(self._held) > MOST_HELD:
+            self._give(whole="\n" in text)
         return len(text)
+
+    def flush(self) -> None:
+        self._give(whole=False)
+        self._stream.flush()
+
+    def _give(self, whole: bool) -> None:
+        pieces = []
+        with suppress(IndexError):  # also where another thread takes the last one
+            while True:
+                pieces.append(self._held.popleft())
+        head, end, tail = "".join(pieces).rpartition("\n")
+        if whole and tail:
+            self._held.appendleft(tail)
+        self._stream.write(redact(head + end if whole else head + end + tail))
 
     def writelines(self, lines: Any) -> None:
         self.write("".join(lines))
@@ -143,7 +165,12 @@ def redacted_streams() -> Iterator[None]:
     """Inside, what Python prints to standard output and standard error, which are log files, is redacted."""
     out, err = cast("Any", _Redacting(sys.stdout)), cast("Any", _Redacting(sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # a full disk: what ended the work counts
+                out.flush()
+                err.flush()
 
 
 def withhold(value: Any, where: Callable[[Place], str], place: Place = ()) -> Any:

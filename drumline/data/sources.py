@@ -16,6 +16,7 @@ them, and `extra` keeps all others unchanged (and tools, for reward functions).
 from __future__ import annotations
 
 import json
+import re
 import socket
 import urllib.request
 from collections import Counter
@@ -105,7 +106,11 @@ def domains(source: Source) -> set[str]:
     """The names that its rows have in metrics and in a curriculum."""
     if source.domain:
         return {source.domain}
-    return set(source.tasks) if isinstance(source, TasksSource) else {Path(describe(source)).stem}
+    if isinstance(source, TasksSource):
+        return set(source.tasks)
+    path = Path(describe(source))  # of `code/*.jsonl`: code
+    plain = (re.sub(r"[*?\[\]]+", "", name).strip("-_. ") for name in (path.stem, *reversed(path.parent.parts)))
+    return {next((name for name in plain if name), path.stem) if "*" in path.name else path.stem}
 
 
 def describe(source: Source) -> str:

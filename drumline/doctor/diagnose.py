@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import sys
@@ -36,8 +37,9 @@ _RANK_LINE = re.compile(r"\[(?:rank|default|Rank )(\d+)\]|^\[\d+,(\d+)\]<std|^ ?
 _DATE = re.compile(r"(\d{4}-\d\d-\d\d)[T_ ](\d\d:\d\d:\d\d(?:[.,]\d{1,6})?)\d*(Z\b|[+-]\d\d:?\d\d\b)?")
 _GLOG = re.compile(r"\b[EWF](\d{1,2})(\d\d) (\d\d:\d\d:\d\d\.\d{1,6})")  # month and day, and no year
 _EVENT = re.compile(r'^\{"t": (\d+\.?\d*)')
-# Events with texts of strangers, which may speak of any fault.
+# Texts of strangers, which may speak of any fault: in events, and as the display prints them.
 _TEXTS = re.compile(r'^(\{"t": [^,\n]*, "kind": "(?:samples|completions)").*', re.MULTILINE)
+_SAMPLE = re.compile(r"^(.{0,80}?\bsample, step \d+: …).*", re.MULTILINE)
 _BEGINS = re.compile(rb'^\{"t": [^,]*, "kind": "(?:run_start|(fault)", "attempt": (\d+))')
 
 
@@ -110,7 +112,8 @@ def diagnose(place: str) -> list[Finding]:
     files = sorted(_logs(path)) if path.is_dir() else [path]
     if not files:
         raise UserError("no log is there", where=place, fix="name a run folder, a log file, or - for standard input")
-    return ordered(chain(*(_of_file(each, path) for each in files), _slow_loader(path / EVENTS), _damage(path)))
+    found = (_of_file(each, path) if each == path else _read_if_may(each, path) for each in files)
+    return ordered(chain(*found, _slow_loader(path / EVENTS), _damage(path)))
 
 
 def advice(text: str) -> Finding | None:
@@ -123,8 +126,19 @@ def advice(text: str) -> Finding | None:
 def _logs(folder: Path) -> Iterator[Path]:
     for path in folder.rglob("*"):
         named = path.suffix in LOGS or path.name == EVENTS
-        if named and path.is_file() and not NO_LOGS & set(path.relative_to(folder).parts[:-1]):
-            yield path
+        with contextlib.suppress(PermissionError):  # of a folder that may be listed, but not entered
+            if named and path.is_file() and not NO_LOGS & set(path.relative_to(folder).parts[:-1]):
+                yield path
+
+
+def _read_if_may(path: Path, place: Path) -> Iterator[Line]:
+    """One of a folder's files; that it cannot be read is a finding beside those of the others."""
+    try:
+        yield from _of_file(path, place)
+    except UserError as error:
+        if path.name == EVENTS:
+            raise
+        yield from _own(f"a record is damaged: {error.what}", path, 1)
 
 
 def _of_file(path: Path, place: Path) -> Iterator[Line]:
@@ -195,7 +209,8 @@ def _pieces(file: BinaryIO) -> Iterator[str]:
 
 
 def _plain(text: bytes) -> str:
-    return _TEXTS.sub(r"\1}", re.sub(r"\x1b\[[0-9;]*m", "", text.decode(errors="replace").replace("\r\n", "\n").replace("\r", " ")))
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text.decode(errors="replace").replace("\r\n", "\n").replace("\r", " "))
+    return _SAMPLE.sub(r"\1", _TEXTS.sub(r"\1}", plain))
 
 
 def _evidence(name: str, number: int, line: str) -> Evidence:

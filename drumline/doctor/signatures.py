@@ -16,6 +16,9 @@ ANY = "any"
 # Of a rank's lines: `[rank3]:` or `[default3]:` (torch), `[1,3]<stderr>:` (mpirun), `3: ` (srun -l), `(Worker pid=7, ip=…) ` (Ray),
 # `trainer-1  | ` (Compose), a time (kubectl).
 LAUNCHER = r"(?:\[?rank\d+\]?:? ?|\[[^\]\n]*\](?:<\w+>)?:? ?| *\d+: |\(\w+ pid=[^)\n]*\) |\S+ +\| |\d{4}-\d\d-\d\dT\S+ )?"
+# A wildcard reaches this far: without an end, a line that repeats what stands before it would take time by the square of its length.
+FAR = "{0,1000}"
+_WILD = re.compile(r"(?<!\\)(\.|\[\^\\n\])\*")
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,11 @@ def signatures() -> tuple[Signature, ...]:
     return tuple(_signature(name, kind, **row) for kind, rows in kinds.items() for name, row in rows.items())
 
 
+def _bounded(pattern: str) -> str:
+    """The pattern with wildcards that end; those behind a line's begin, and of events (one a line), are tried once a line anyway."""
+    return pattern if pattern.startswith(("^", '"kind"')) else _WILD.sub(rf"\1{FAR}", pattern)
+
+
 def _signature(name: str, kind: str, match: list[str], cause: str, mend: str, after: tuple[str, ...] = (), **rest: Any) -> Signature:
-    patterns = tuple(re.compile(pattern.replace("<launcher>", LAUNCHER), re.MULTILINE) for pattern in match)
+    patterns = tuple(re.compile(_bounded(pattern).replace("<launcher>", LAUNCHER), re.MULTILINE) for pattern in match)
     return Signature(name, kind, patterns, cause, mend, frozenset(after), **rest)

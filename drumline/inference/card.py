@@ -117,9 +117,12 @@ def license_of(readme: Path | None, name: str, revision: str | None) -> dict[str
 
 
 def _given(config: Config) -> dict[str, Any]:
-    """The keys that are not their defaults, and each section's kind."""
+    """The keys that are not their defaults, and each section's kind; without the places of this cluster, which are nobody else's matter."""
     values = _with_kinds(config.model_dump(mode="json", exclude_defaults=True), config.model_dump(mode="json"))
+    values.pop("launch", None)
     values.get("run", {}).pop("dir", None)
+    for section in (values.get("checkpoint", {}), values.get("algorithm", {}).get("generator", {})):
+        section.pop("url", None)
     return dict(values)
 
 

@@ -2,7 +2,7 @@
 const MOST = 4000, runs = all(".live"), charts = new Map();
 const say = (text) => { document.getElementById("connection").textContent = text; };
 const time = (seconds) => { const s = Math.round(seconds), two = (n) => String(n).padStart(2, "0"); return s >= 3600 ? `${Math.floor(s / 3600)}:${two(Math.floor(s / 60) % 60)}:${two(s % 60)}` : `${Math.floor(s / 60)}:${two(s % 60)}`; };
-const short = (value) => value == null ? "–" : Math.abs(value) >= 1e4 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(4));
+const short = (value) => typeof value !== "number" ? String(value ?? "–") : Math.abs(value) >= 1e4 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(4));
 function make(name, text, kind) { const made = document.createElement(name); if (text != null) made.textContent = text; if (kind) made.className = kind; return made; }
 let stream, dirty = new Set();
 

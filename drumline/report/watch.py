@@ -50,7 +50,7 @@ class Live:
         self.lines: deque[str] = deque(maxlen=MOST_LINES)
         self.seconds: dict[int, float] = {}  # of each step, the last word
         self.before: int | None = None  # steps that were done in another folder
-        self.began = self.last = 0.0
+        self.began = self.last = self.idle = 0.0  # unix seconds; seconds between a stop and the next start
         self.fresh: dict[str, Any] = {}
         self.state: dict[str, Any] = {"status": "planned", "restarts": 0}
 
@@ -69,10 +69,12 @@ class Live:
             self.text.truncate()
 
     def _note(self, event: dict[str, Any]) -> None:
-        kind, state = event["kind"], self.state
+        kind, state, before = event["kind"], self.state, self.last
         self.last = min(max(number(event["t"]) or 0.0, 0.0), 1e11)
         self.began = self.began or self.last
         if kind == "run_start":
+            # What lies between a stop and the next start is nobody's loss; behind a fault it is.
+            self.idle += max(0.0, self.last - before) if before and state["status"] not in ("failed", "starting again") else 0.0
             state |= {"status": "starting", "steps": event.get("steps"), "plan": event.get("plan_line")}
         elif kind == "planned":
             memory = mapping(event.get("memory"))
@@ -98,7 +100,8 @@ class Live:
         if not self.seconds:
             return None
         worth = sum(self.seconds.values()) / len(self.seconds) * (max(self.seconds) - (self.before or 0))
-        return min(1.0, worth / (self.last - self.began)) if self.last > self.began else None
+        spent = self.last - self.began - self.idle
+        return min(1.0, worth / spent) if spent > 0 else None
 
     def message(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         """What came since the last one."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -284,10 +285,16 @@ def _mlflow(run: Run) -> Tracker:
     mlflow.log_dict(run.config, "config.json")
     return Tracker(
         str(began.info.run_id),
-        lambda _, numbers, step: mlflow.log_metrics(numbers, step=step),
+        lambda _, numbers, step: mlflow.log_metrics({_mlflow_name(name): value for name, value in numbers.items()}, step=step),
         mlflow.end_run,
         show=lambda samples, step: mlflow.log_dict({"samples": samples}, f"samples/step-{step:08}.json"),
     )
+
+
+def _mlflow_name(name: str) -> str:
+    """MLflow refuses a whole step for one name with other letters, or that is no plain path."""
+    parts = (re.sub(r"[^\w. -]", "_", part) for part in name.split("/"))
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)
 
 
 def _trackio(run: Run) -> Tracker:

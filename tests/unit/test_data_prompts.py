@@ -11,7 +11,7 @@ from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.core.data import PROMPT_FORMS, DataConfig, FileSource, TasksSource
 from drumline.core.rollouts import HFGenerator
 from drumline.data.encode import OWN, PromptRows
-from drumline.data.sources import Row, read_rows
+from drumline.data.sources import Row, domains, read_rows
 from drumline.errors import ConfigError, DataError
 from tests.harness import write_config, write_rows
 from tests.tiny import tiny_model_dir, tiny_tokenizer
@@ -88,6 +88,13 @@ def test_domains_are_named_by_source_or_file(tmp_path: Path) -> None:
     write_rows(tmp_path / "sums.jsonl", [{"prompt": "one"}])
     named, unnamed = (FileSource(kind="file", path="sums.jsonl", domain=domain) for domain in ("maths", None))
     assert [next(read_rows(source, tmp_path, PROMPT_FORMS)).domain for source in (named, unnamed)] == ["maths", "sums"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("math/*.jsonl", "math"), ("math/train-*.jsonl", "train"), ("*.jsonl", "*"), ("a.b.jsonl", "a.b")]
+)
+def test_a_domain_has_a_name_where_its_files_have_a_pattern(path: str, name: str) -> None:
+    assert domains(FileSource(kind="file", path=path)) == {name}
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from drumline.doctor.command import doctor
 from drumline.doctor.diagnose import diagnose
+from drumline.errors import UserError
 from drumline.telemetry.events import EventLog, Fault, Nonfinite, RunStart
 from drumline.telemetry.watched import Hang
 from tests.unit.test_doctor import FULL_DISK, STEP, found, names, run_folder
@@ -29,6 +31,30 @@ def test_texts_of_strangers_in_events_are_no_fault(kind: str, tmp_path: Path) ->
     lines = [json.dumps({"t": 1.0, "kind": kind, "step": 0, "when": "before", kind: said, "seconds": 1.0}), STEP]
     (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
     assert diagnose(str(tmp_path)) == []
+
+
+def test_texts_of_strangers_that_the_display_printed_are_no_fault(tmp_path: Path) -> None:
+    said = "sample, step 20: …why? → RuntimeError: CUDA error: device-side assert triggered\n"
+    (tmp_path / "train.log").write_text(f"step 9/9  loss 1.0\n{said}2026-01-01T00:00:00 n1: {said}finished 9 steps\n")
+    assert diagnose(str(tmp_path / "train.log")) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_log_that_is_not_ours_to_read_hides_nothing_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "locked").mkdir()
+    for name, mode in (("a.log", 0o644), ("b.log", 0), ("locked/c.log", 0o644)):
+        (tmp_path / name).write_text(FULL_DISK)
+        (tmp_path / name).chmod(mode)
+    (tmp_path / "locked").chmod(0o744)
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)  # the folders above are root's
+    os.seteuid(65534)
+    try:
+        assert names(diagnose(".")) == ["disk-full", "record-damaged"]
+        with pytest.raises(UserError, match="cannot be read"):
+            diagnose("b.log")
+    finally:
+        os.seteuid(0)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,11 @@ def found(text: str) -> list[Finding]:
     return ordered(search(io.BytesIO(text.encode()), "x.log"))
 
 
+def test_a_line_that_repeats_itself_takes_no_time() -> None:
+    for begin in ("srun: error: ", "nodes are available: ", "SO_ERROR: ", "ZeRO-3 ", "connecting to address "):
+        assert not found(begin * 20_000)  # within the suite's time limit: squared, it would take minutes
+
+
 def test_the_table_is_whole() -> None:
     assert len(TABLE) == len(signatures()) >= 40
     kinds = {signature.kind for signature in TABLE.values()}

@@ -11,9 +11,10 @@ import pytest
 import torch
 import yaml
 
+from drumline.core.load import load_text
 from drumline.core.plan import Plan
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
-from drumline.inference.card import license_of, public
+from drumline.inference.card import _given, license_of, public
 from drumline.inference.hub import push
 from drumline.models.export import export, exported
 from drumline.telemetry.events import Eval, EventLog, Step
@@ -143,6 +144,12 @@ def test_a_run_is_named_from_within(run: Path, hub: Hub, capsys: pytest.CaptureF
 )
 def test_whatever_a_path_is_written_like(given: str, shown: str) -> None:
     assert public(given) == shown
+
+
+def test_the_hosts_of_a_cluster_stay_at_home() -> None:
+    given = "model: {id: x}\ndata: {train: [x.jsonl]}\nrun: {dir: runs/x}\nlaunch: {kind: ssh, hosts: [alice@10.1.2.3]}\n"
+    config = load_text(given + "checkpoint: {url: s3://corp/x, every: 7}", [])
+    assert _given(config)["checkpoint"] == {"every": 7} and "launch" not in _given(config) and _given(config)["run"] == {}
 
 
 def test_paths_of_the_machine_are_names_alone() -> None:

@@ -101,6 +101,14 @@ def test_the_last_word_on_a_step_counts() -> None:
         ("DATABASE_URL=postgres:x", "postgres:x"),
         ('{"clientSecret": "abc", "apiKey": "def"}', "abc"),
         ("Authorization: Bearer abcdefghijkl", "abcdefghijkl"),
+        ("Authorization: Basic dXNlcjpwYXNz", "dXNlcjpwYXNz"),
+        ("password='correct horse battery'", "horse"),
+        ('{"text": "password=\\"correct horse\\""}', "horse"),
+        ('"password": "a,b;c d", "n": 1', "c d"),
+        ('--api-key "one two"', "two"),
+        ("BlobEndpoint=x;AccountKey=Zm9v==;Suffix=y", "Zm9v"),
+        ("MYSQL_PWD=hunter22", "hunter22"),
+        ("https://x.blob.core.windows.net/z?sp=r&sig=abc%2Fdef", "abc%2Fdef"),
     ],
 )
 def test_patterns_of_secrets(text: str, secret: str) -> None:
@@ -109,7 +117,20 @@ def test_patterns_of_secrets(text: str, secret: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["ssh://git@host/x", "http://127.0.0.1:8000/v1", "eos_token=</s>", "12 tokens: 3", "the key: it", "monkey = 3", "a@b.c", "x:y@z"],
+    [
+        "ssh://git@host/x",
+        "PWD=/home/me",
+        "Basic ideas of",
+        "signature: f(x)",
+        "password: ''",
+        "http://127.0.0.1:8000/v1",
+        "eos_token=</s>",
+        "12 tokens: 3",
+        "the key: it",
+        "monkey = 3",
+        "a@b.c",
+        "x:y@z",
+    ],
 )
 def test_what_is_no_secret(text: str) -> None:
     assert redact(text) == text
@@ -137,6 +158,16 @@ def test_what_is_printed_is_redacted(monkeypatch: pytest.MonkeyPatch, capsys: py
         assert sys.stderr.writable()
     said = capsys.readouterr()
     assert said.out == said.err == "with [redacted]\n"
+
+
+def test_a_name_and_its_value_are_printed_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    with redacted_streams():
+        print("HF_TOKEN:", "hf_of_nobody_else")
+        print("a bar", end="", flush=True)
+        assert capsys.readouterr().out == "HF_TOKEN: [redacted]\na bar"
+        print("one\nAPI_KEY =", "two", end="")
+        print(3, end="")
+    assert capsys.readouterr().out == "one\nAPI_KEY = [redacted]"
 
 
 def test_read_passes_over_what_is_no_event(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import statistics
@@ -20,6 +21,7 @@ from drumline.report.curves import MOST_POINTS, binned, charts
 from drumline.report.details import samples
 from drumline.report.facts import RunFacts, differences, short_names
 from drumline.report.markup import Keyed, table
+from drumline.report.picture import draw
 from drumline.report.sections import Drawings
 from drumline.telemetry import watched
 from drumline.telemetry.events import Eval, Rollout
@@ -129,6 +131,12 @@ def test_what_is_no_run_or_cannot_be_written_is_one_line(tmp_path: Path) -> None
     for out in (Path("/dev/null"), tmp_path, tmp_path / "curves.png"):
         with pytest.raises(UserError, match="no place for a page"):
             page.report([tmp_path / "run"], out)
+
+
+def test_any_name_is_in_the_picture(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    runs = [RunFacts(write_run(tmp_path / "x").rename(tmp_path / os.fsdecode(name))) for name in ("数学 😀".encode(), b"\xff")]
+    assert draw(runs, tmp_path / "curves.png") and (tmp_path / "curves.png").stat().st_size > 10_000
+    assert not [each for each in recwarn if "Glyph" in str(each.message)]
 
 
 def test_at_the_end_nothing_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

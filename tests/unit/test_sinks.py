@@ -12,7 +12,7 @@ import pytest
 from drumline.core.run import TrackerConfig
 from drumline.errors import EnvironmentFault
 from drumline.telemetry.events import Event
-from drumline.telemetry.trackers import LIBRARIES, Sink, Tracker, check_installed, metrics, open_sinks
+from drumline.telemetry.trackers import LIBRARIES, Sink, Tracker, _mlflow_name, check_installed, metrics, open_sinks
 
 STEP: dict[str, Any] = {
     "t": 0.0, "kind": "step", "lr": 1e-4, "grad_norm": None, "tokens": 100, "mfu": None, "memory_bytes": [1, 2], "epoch": 0.5,
@@ -186,6 +186,19 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert client.get_experiment(found.info.experiment_id).name == "my-project" and found.info.run_name == "first"
     assert (found.data.tags["group"], found.data.tags["tags"], found.data.tags["mlflow.note.content"]) == ("all", "a, b", "why")
     assert [each.path for each in client.list_artifacts(identity, "samples")] == ["samples/step-00000002.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("train/loss", "train/loss"),
+        ("rollout/reward/*", "rollout/reward/_"),
+        ("held out/tasks/pass@1 (x)", "held out/tasks/pass_1 _x_"),
+        ("a/../b", "a/_/b"),
+    ],
+)
+def test_mlflow_refuses_none_of_our_names(name: str, shown: str) -> None:
+    assert _mlflow_name(name) == shown
 
 
 # trackio's rules for names.
