@@ -173,8 +173,7 @@ class Early(ForkProcess):
         self.parent, (self._question, self._answer) = os.getpid(), os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of OpenBLAS's threads, which take care of forks
+        with unwarned():
             self.start()
         os.close(self._question)
 
@@ -243,6 +242,14 @@ def _go_on() -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
     else:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Around a fork: Python 3.12 warns of OpenBLAS's threads, which take care of forks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import IO, Any, Self
 
 from drumline.core.config import Config
-from drumline.core.process import Early, uncollected
+from drumline.core.process import Early, uncollected, unwarned
 from drumline.core.resolve import default_processes
 from drumline.hardware.detect import likely_gpus, usable_cores
 
@@ -22,7 +22,8 @@ class EarlyRanks:
     """As many ranks as there will most likely be. Those that nobody began are killed at the end of the `with`.
 
     The launcher and its ranks then import torch and transformers once, not each for itself. There are none where a fork would not be
-    safe: beside other threads, or where this process has used torch already.
+    safe: beside other threads, or where this process has used torch already; and none where a fork could not use the GPUs, since a
+    library that was imported has asked for them.
     """
 
     def __init__(self, config: Config) -> None:
@@ -37,6 +38,8 @@ class EarlyRanks:
             importlib.import_module("drumline.train.build" if config.plain else "drumline.train.preload")
         if known is None:
             del os.environ[THREADS]
+        if config.run.device != "cpu" and likely_gpus() and not _forks_have_gpus():
+            return
         gc.freeze()
         self.waiting += [Early() for _ in range(number)]
 
@@ -64,3 +67,14 @@ class EarlyRanks:
                 return early
             early.join()
         return usual(args=args, env=env, stdout=stdout, stderr=stderr, **options)
+
+
+def _forks_have_gpus() -> bool:
+    """Whether a fork of this process may use the GPUs, by one that looks: torch lets none where CUDA was asked anything before."""
+    from drumline.vendor.torch import is_in_bad_fork
+
+    with unwarned():
+        child = os.fork()
+    if child == 0:
+        os._exit(int(is_in_bad_fork()))
+    return os.waitpid(child, 0)[1] == 0

@@ -29,6 +29,7 @@ PLACES = {
     "foreach_zero_": "torch:_foreach_zero_",
     "get_build_directory": "torch.utils.cpp_extension:_get_build_directory",
     "get_layout": "torch.serialization:_get_layout",
+    "is_in_bad_fork": "torch.cuda:_is_in_bad_fork",
     "is_traceable_wrapper_subclass": "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
     "local_scalar_dense": "torch:ops.aten._local_scalar_dense",
     "on_compile_end": "torch._dynamo:on_compile_end",

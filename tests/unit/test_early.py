@@ -29,10 +29,20 @@ import json, os, signal, sys, types
 sys.modules["drumline.train.preload"] = types.ModuleType("preload")
 from drumline.core.config import Config
 from drumline.core.process import tied
+from drumline.launchers import early
 from drumline.launchers.early import EarlyRanks
 signal.signal(signal.SIGTERM, lambda *more: None)
 folder, case = sys.argv[1:]
-config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, "launch": {"nproc": 2}, "run": {"device": "cpu"}})
+device = "auto" if case.startswith("CUDA") else "cpu"
+config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, "launch": {"nproc": 2}, "run": {"device": device}})
+if device == "auto":
+    early.likely_gpus = lambda: 2
+    asked = "os.getpid() != here" if case == "CUDA was asked" else "False"
+    os.mkdir(folder + "/torch")
+    open(folder + "/torch/__init__.py", "w").close()
+    with open(folder + "/torch/cuda.py", "w") as file:
+        file.write(f"import os\\nhere = os.getpid()\\ndef _is_in_bad_fork(): return {asked}")
+    sys.path.insert(0, folder)
 ranks = EarlyRanks(config)
 children = [early.pid for early in ranks.waiting]
 
@@ -47,6 +57,8 @@ if case == "begun":
     print(json.dumps([early.pid == children[0], early.wait(30), early.poll()]))
 elif case == "other threads":
     print(json.dumps([take("33"), len(ranks.waiting)]))
+elif device == "auto":
+    print(json.dumps([len(ranks.waiting), "OMP_NUM_THREADS" in os.environ]))
 elif case == "dead":
     for early in ranks.waiting:
         early.send_signal(signal.SIGKILL)
@@ -79,6 +91,12 @@ def test_goes_on_as_a_new_process_would(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("case", "waiting"), [("other threads", 2), ("dead", 0)])
 def test_a_rank_whose_threads_are_others_or_that_has_died_is_started_as_usual(tmp_path: Path, case: str, waiting: int) -> None:
     assert launcher(tmp_path, case) == [["usual", waiting], [False, False]]
+
+
+@pytest.mark.parametrize(("case", "waiting"), [("CUDA was asked", 0), ("CUDA was left alone", 2)])
+def test_there_are_none_where_what_was_imported_has_asked_cuda(tmp_path: Path, case: str, waiting: int) -> None:
+    """torch lets no fork use the GPUs after that; torchao asks as it is imported."""
+    assert launcher(tmp_path, case) == [[waiting, False], [False] * waiting]
 
 
 def test_they_are_killed_with_the_launcher(tmp_path: Path) -> None:
