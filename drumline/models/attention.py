@@ -13,6 +13,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
 from importlib import import_module
@@ -25,6 +26,7 @@ from torch.nn import functional
 
 from drumline.core.attention import Kernel, by_documents, choose, name_of
 from drumline.core.plan import Layout
+from drumline.core.threads import on_this_gpu
 from drumline.foreign import first_line
 from drumline.models.blocks import needs_mask
 from drumline.models.classes import of_layers
@@ -290,7 +292,15 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
 
 @lru_cache
 def _works(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether a kernel gives what documents one by one give, and their gradients, tried on 48 tokens; a line in the log where not."""
+    """Whether a kernel gives what documents one by one give, and their gradients, tried on 48 tokens; a line in the log where not.
+
+    Tried in a thread of its own, where nothing of a model's forward holds: it may be one that is computed again, whose hooks would take the
+    trial for a part of it, or one under autocast."""
+    with ThreadPoolExecutor(1, "drumline-trial") as thread:
+        return thread.submit(on_this_gpu(_tried), kernel, device, dtype, head_dim).result()
+
+
+def _tried(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     generator = torch.Generator(device).manual_seed(0)
     inputs = [torch.randn(2, 4, 24, head_dim, device=device, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
     bounds_N = torch.tensor([0, 9, 22, 24, 48], dtype=torch.int32, device=device)
@@ -307,7 +317,7 @@ def _works(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: i
         with torch.enable_grad():
             theirs = answers(KERNELS[kernel](*inputs, documents, None, None))
             ours = answers(one_by_one(plain, documents, False, *inputs))
-        far = max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(theirs, ours, strict=True))
+        far = max(float((one - other).detach().abs().max() / other.detach().abs().max()) for one, other in zip(theirs, ours, strict=True))
         reason = f"it is {far:.1g} off" if not far <= 16 * torch.finfo(dtype).eps else ""
     except Exception as error:  # noqa: BLE001 - kernels of others raise what they like
         reason = first_line(error)

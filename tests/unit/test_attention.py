@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,8 @@ from drumline.core.model import ModelConfig
 from drumline.core.plan import BatchPlan, Layout
 from drumline.data.batches import Episodes, LabelledBatch, TokenBatch, collate, collate_episodes, learned_segment
 from drumline.errors import PlanError
-from drumline.models.attention import KERNELS, Documents, attend_by_documents, one_by_one
+from drumline.models import attention
+from drumline.models.attention import KERNELS, Documents, _works, attend_by_documents, one_by_one
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective, can_split, outputs, require_next_token, shares_prompts, split
 from drumline.models.load import facts, load_config
@@ -333,6 +335,31 @@ def test_a_kernel_that_does_not_work_is_not_used(caplog: pytest.LogCaptureFixtur
     attend_by_documents(model, layout(attention="varlen"))
     torch.testing.assert_close(loss_and_gradients(model, batch)[0], wanted)
     assert "attention by varlen does not work here" in caplog.text and "each document by itself instead" in caplog.text
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_a_kernel_is_tried_within_a_block_that_is_computed_again(checkpointing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in, since none has a form for a CPU. What a forward is in, hooks and autocast, is not there in the trial."""
+    model, batch, lengths, low = build("llama"), batch_of((3, 7, 5), (9,)), [], []
+    attend_by_documents(model, layout())
+    _, wanted = loss_and_gradients(model, batch)
+
+    def kernel(q: Any, k: Any, v: Any, documents: Documents, scale: Any, cap: Any) -> torch.Tensor:
+        lengths.append(q.shape[2])
+        low.append(torch.is_autocast_enabled("cpu"))
+        return one_by_one(partial(eager, None), documents, True, q, k, v, scaling=q.shape[-1] ** -0.5)
+
+    monkeypatch.setitem(KERNELS, "varlen", kernel)
+    monkeypatch.setattr(attention, "_works", functools.lru_cache(_works.__wrapped__))
+    model = build("llama").train()
+    attend_by_documents(model, layout("cuda", "bf16", attention="varlen"))
+    apply_activation_checkpointing(model, checkpointing)
+    with torch.autocast("cpu", torch.bfloat16):
+        gradients = [loss_and_gradients(model, batch)[1] for _ in range(2)]
+    assert lengths == [24] + [16] * 2 * 2 * model.config.num_hidden_layers and low == [False, *[True] * (len(lengths) - 1)]
+    for made in gradients:
+        assert made.keys() == wanted.keys()
+        torch.testing.assert_close(made, wanted, rtol=0.1, atol=0.1)
 
 
 def test_which_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
