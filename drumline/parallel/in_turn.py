@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from drumline.parallel.muon import Joined
-from drumline.parallel.norms import Squares, add_squares, local
+from drumline.parallel.norms import Squares, add_squares, cut_alike, local
 from drumline.parallel.optimizer import take_step
 
 Build = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]  # the optimizer of some parameters, with its state
@@ -90,8 +89,5 @@ class OnHost(Joined):
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory, page-locked where there is a GPU; of a DTensor this rank's part, as one cut alike."""
-    part = torch.empty_like(local(tensor.detach()), device="cpu", pin_memory=tensor.is_cuda).copy_(local(tensor.detach()))
-    if not isinstance(tensor, DTensor):
-        return part
-    mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
-    return DTensor.from_local(part, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    part = local(tensor.detach())
+    return cut_alike(torch.empty_like(part, device="cpu", pin_memory=part.is_cuda).copy_(part), tensor)

@@ -79,7 +79,8 @@ def _orthogonal(parts: list[torch.Tensor], like: torch.Tensor) -> list[torch.Ten
     own = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
     mesh, size, stride = like.device_mesh, like.shape, like.stride()
     placed = [DTensor.from_local(part, mesh, like.placements, run_check=False, shape=size, stride=stride) for part in parts]
-    return [orthogonalise(matrix.full_tensor(), COEFFICIENTS, STEPS, EPSILON)[own] for matrix in placed]
+    whole = [orthogonalise(matrix.full_tensor(), COEFFICIENTS, STEPS, EPSILON) for matrix in placed]  # on the mesh's device
+    return [matrix[own].to(part.device) for matrix, part in zip(whole, parts, strict=True)]
 
 
 def _by_owners(parts: list[torch.Tensor], like: DTensor, axis: int, dim: int) -> list[torch.Tensor]:

@@ -60,6 +60,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def cut_alike(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part as a tensor that is cut as `like` is. It stays where it lies: DTensor.from_local would move it to the mesh's
+    device."""
+    return DTensor(part, like._spec, requires_grad=False) if isinstance(like, DTensor) else part
+
+
 def spread_over(tensor: torch.Tensor) -> Place:
     """The groups over which a tensor is cut; copies are not counted."""
     if not isinstance(tensor, DTensor):

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+from drumline.parallel.muon import _orthogonal
+from drumline.vendor.torch import FakeStore
 from tests.harness import drumline, events, losses, weights, write_config
 from tests.tiny import tiny_model_dir
 
@@ -60,6 +65,28 @@ def test_offloaded_state_takes_no_gpu_memory(folder: Path, tmp_path: Path) -> No
         assert train(tmp_path, offload, {"kind": "fsdp2", "offload": offload}) == 0
         peaks[offload] = events(tmp_path / offload, "step")[-1]["memory_bytes"][0]
     assert peaks["cpu"] < 0.6 * peaks["none"], peaks
+
+
+def test_an_optimizer_on_the_host_takes_no_gpu_memory(tmp_path: Path) -> None:
+    """Weights and gradients are all that is left there: half of it."""
+    tiny_model_dir(tmp_path / "model", hidden=512, layers=8)
+    peaks = {}
+    for offload in ("false", "true"):
+        assert train(tmp_path, offload, "fsdp2", f"optimizer.offload={offload}") == 0
+        peaks[offload] = events(tmp_path / offload, "step")[-1]["memory_bytes"][0]
+    assert peaks["true"] < 0.8 * peaks["false"], peaks
+
+
+def test_muon_updates_what_is_cut_twice_and_lies_on_the_host() -> None:
+    """On one of four ranks; the others are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cuda", (2, 2))
+        weight = DTensor.from_local(torch.ones(4, 4, device="cuda"), mesh, [Shard(0), Shard(1)], run_check=False)
+        (update,) = _orthogonal([torch.ones(4, 4, dtype=torch.bfloat16)], weight)
+    finally:
+        dist.destroy_process_group()
+    assert update.device.type == "cpu" and update.shape == (4, 4)
 
 
 def test_resume_with_offload(folder: Path) -> None:

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 import schedulefree
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from drumline.algorithms.base import policy_objective
 from drumline.checkpoint.save import Checkpointer
@@ -24,16 +27,17 @@ from drumline.core.optimizer import KINDS, refusals
 from drumline.core.plan import Plan
 from drumline.core.rule import Case
 from drumline.errors import EnvironmentFault, PlanError
-from drumline.parallel.in_turn import InBackward, OnHost
+from drumline.parallel.in_turn import InBackward, OnHost, _on_host
 from drumline.parallel.low import LowAdamW, rounded
 from drumline.parallel.muon import Joined
-from drumline.parallel.norms import global_norm, total_norm
+from drumline.parallel.norms import global_norm, local, total_norm
 from drumline.parallel.optimizer import as_saved, build_optimizer, load_saved, optimizer_tensors, set_rate, take_step
 from drumline.strategies.build import build_engine
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
 from drumline.train.build import Start
 from drumline.train.setup import Request, make_plan
 from drumline.train.state import TrainState
+from drumline.vendor.torch import FakeStore, FakeTensorMode
 from tests.harness import write_config
 from tests.tiny import tiny_model_dir
 
@@ -283,6 +287,21 @@ def test_steps_on_the_host_are_those_of_the_device() -> None:
     host.refresh()
     learn(mine, host, range(3, 4))
     assert mine["norm.weight"].abs().max() < 0.1, "as a checkpoint has filled it"
+
+
+def test_copies_on_the_host_of_what_is_cut_over_gpus_stay_there() -> None:
+    """By torch's fake tensors and a fake group of four ranks."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2))
+        mesh._device_type = "cuda"
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            on_gpu = DTensor.from_local(torch.empty(4, 4, device="cuda"), mesh, [Shard(0), Shard(1)], run_check=False)
+            copy = _on_host(on_gpu)
+            assert isinstance(copy, DTensor) and copy.shape == on_gpu.shape and copy.placements == on_gpu.placements
+            assert {local(tensor).device.type for tensor in (copy, torch.zeros_like(copy), copy * 2)} == {"cpu"}
+    finally:
+        dist.destroy_process_group()
 
 
 def refused(strategy: str, **optimizer: Any) -> list[str]:
