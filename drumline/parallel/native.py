@@ -40,6 +40,7 @@ from drumline.parallel.optimizer import (
     build_optimizer,
     load_numbers,
     load_saved,
+    masks,
     optimizer_tensors,
     scalars,
     set_rate,
@@ -258,11 +259,8 @@ class NativeEngine(ForwardEngine):
             self.optimizer = goes(self.named, lambda some: build_optimizer(some, options))
         if plan.config.compile.optimizer:
             compile_step(self.optimizer)
-        if plan.config.precision.gather == "fp8":
-            self.optimizer.register_step_post_hook(lambda *_: gathered_scales(model))
-        # Fused kernels leave all as it is where `found_inf` is 1; for others the host decides.
-        fused = all(group.get("fused") for group in self.optimizer.param_groups) and not isinstance(self.optimizer, OnHost)
-        self.masks = fused and not self.loss_scale.enabled
+        self.gathers_fp8 = plan.config.precision.gather == "fp8"
+        self.masks = not self.loss_scale.enabled and not isinstance(self.optimizer, OnHost) and masks(self.optimizer, self.device)
 
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
         outs = []
@@ -278,7 +276,7 @@ class NativeEngine(ForwardEngine):
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        at_mean(self.optimizer, False)
+        self._at_mean(False)
         self.statistics.note()
         with self.around(), self.spread.micro_batch(last):
             yield
@@ -316,6 +314,7 @@ class NativeEngine(ForwardEngine):
             if self.masks:
                 self.optimizer.found_inf = (~finite).float()
             take_step(self.optimizer)
+            self._weights_changed()
             self.spread.after_step()
             self.loss_scale.good()
         elif not torch.isfinite(grad_norm):  # what is passed over for another reason, a loss that jumps, has no gradient too large
@@ -327,12 +326,22 @@ class NativeEngine(ForwardEngine):
     def rescales(self) -> bool:
         return self.loss_scale.enabled
 
+    def _at_mean(self, mean: bool) -> None:
+        """See at_mean. Collective where it sets other weights."""
+        if at_mean(self.optimizer, mean):
+            self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        """Whatever changed them: FSDP2 must not gather them in fp8 with the scales of those before. Collective."""
+        if self.gathers_fp8:
+            gathered_scales(self.model)
+
     def _come_together(self) -> None:
-        at_mean(self.optimizer, True)
+        self._at_mean(True)
         super()._come_together()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        at_mean(self.optimizer, True)
+        self._at_mean(True)
         agree_on_statistics(self.batch_norms)
         return {name: as_saved(tensor) for name, tensor in self._kept().items()}
 
@@ -349,6 +358,7 @@ class NativeEngine(ForwardEngine):
             group.update(state.get("optimizer", {}))
         if isinstance(self.optimizer, OnHost):
             self.optimizer.refresh()
+        self._weights_changed()
         self.loss_scale.load(state.get("scaler", {}))
         if isinstance(self.spread, Replicated) and self.spread.compressor:
             self.spread.compressor.step = state["step"]

@@ -139,6 +139,12 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
+def masks(optimizer: torch.optim.Optimizer, device: str) -> bool:
+    """Whether a step leaves all as it is where `found_inf`, on `device`, is 1. Fused kernels do; but those of another device read what may
+    not have come there yet, so the host has to decide."""
+    return all(group.get("fused") and all(local(p).device.type == device for p in group["params"]) for group in optimizer.param_groups)
+
+
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """The learning rate of all groups, each times its ratio. torchao's is a tensor."""
     for group in optimizer.param_groups:
@@ -176,10 +182,15 @@ def make_state(optimizer: torch.optim.Optimizer, step: Callable[[], None] | None
                 state[slot] = type(value)(0)
 
 
-def at_mean(optimizer: torch.optim.Optimizer, mean: bool) -> None:
-    """Set the weights of a schedule-free optimizer to the mean that is evaluated, saved and exported, or to those that it learns at."""
-    if (turn := getattr(optimizer, "eval" if mean else "train", None)) is not None:
-        turn()
+def at_mean(optimizer: torch.optim.Optimizer, mean: bool) -> bool:
+    """Set the weights of a schedule-free optimizer to the mean that is evaluated, saved and exported, or to those that it learns at. Whether
+    they were others."""
+    turn = getattr(optimizer, "eval" if mean else "train", None)
+    if turn is None:
+        return False
+    changes: bool = optimizer.param_groups[0].get("train_mode", mean) == mean
+    turn()
+    return changes
 
 
 def scalars(optimizer: torch.optim.Optimizer) -> dict[str, float]:

@@ -27,7 +27,6 @@ from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, tota
 from drumline.parallel.experts import apply_expert_parallelism
 from drumline.parallel.native import ForwardEngine, NativeEngine, spread_over_data, whole
 from drumline.parallel.norms import local
-from drumline.parallel.optimizer import at_mean
 from drumline.parallel.stages import Cuts, Stage, find_cuts, part, tied
 from drumline.parallel.tensor_parallel import apply_tp
 from drumline.parallel.transforms import apply_compile, apply_memory, gathered_in
@@ -306,7 +305,7 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
 
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
         scale = self.averaged_over / denominator * self.loss_scale.value
-        at_mean(self.optimizer, False)
+        self._at_mean(False)
         with self.spread.micro_batch(last=True):
             for start in range(0, len(micro_batches), self.at_once):
                 batches = micro_batches[start : start + self.at_once]

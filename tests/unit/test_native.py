@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
@@ -22,7 +23,7 @@ from drumline.models.build import lay_out
 from drumline.models.shards import Values
 from drumline.parallel import norms
 from drumline.parallel.native import NativeEngine, prepare
-from drumline.parallel.optimizer import build_optimizer
+from drumline.parallel.optimizer import build_optimizer, masks
 from drumline.parallel.transforms import WRITTEN, apply_activation_checkpointing, blocks, selective
 from drumline.vendor.torch import TorchDispatchMode
 from tests.tiny import tiny_model_dir
@@ -39,7 +40,7 @@ def engine(model_dir: Path, precision: str = "fp32", /, **sections: Any) -> Nati
         config=config, run_dir="r", mesh=Mesh(), engine="native", device="cpu", backend="gloo", precision=precision,
         activation_checkpointing=config.memory.activation_checkpointing,
         batch=BatchPlan(global_samples=2, micro_batch=1, accumulation=2, eval_micro_batch=1), lr=1e-2, steps=3,
-        data=None, model_path=str(model_dir), predicted=Predicted(),
+        data=None, model_path=str(model_dir), predicted=Predicted(), data_parallel=config.strategy.data_parallel(Mesh()),
     )  # fmt: skip
     model, source = lay_out(str(model_dir), ModelConfig(id=str(model_dir)), seed=0)
     return prepare(plan, model, Values(source, "cpu", 0), NativeEngine)
@@ -127,6 +128,36 @@ def test_a_step_that_is_not_finite_leaves_everything(model_dir: Path, optimizer:
     made.forward_backward(batches(), NextToken(16, False).objective, 46.0)
     made.step(1.0, made.grad_norm(), torch.tensor(True))
     assert all(not torch.equal(t, before[n]) for n, t in made.tensors().items() if n.endswith(".step")), "it goes on"
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "schedule_free"])
+def test_weights_are_gathered_in_fp8_with_scales_of_their_own(model_dir: Path, kind: str) -> None:
+    """Whatever has set them: a step, a mean that is evaluated, a checkpoint."""
+    pytest.importorskip("torchao")
+    options = {"precision": {"kind": "fp8", "scaling": "tensorwise", "gather": "fp8"}, "strategy": "fsdp2", "optimizer": {"kind": kind}}
+    made = engine(model_dir, "bf16", **options)
+    try:
+
+        def require_own_scales() -> None:
+            weights = [p._local_tensor for name, p in made.named.items() if "_proj" in name]  # to_local gives one without its scale
+            scales = [torch.finfo(torch.float8_e4m3fn).max / float(weight.detach().abs().max()) for weight in weights]
+            assert [float(weight._precomputed_scale) for weight in weights] == pytest.approx(scales, rel=1e-5)
+
+        saved = {name: tensor.clone() for name, tensor in made.tensors().items()}
+        state = made.state() | {"step": 0}
+        train(made, 2)
+        require_own_scales()
+        made.evaluate(batches(), NextToken(16, False).objective)
+        require_own_scales()
+        made.forward_backward(batches(), NextToken(16, False).objective, 46.0)
+        require_own_scales()
+        tensors = made.tensors()
+        for name, tensor in saved.items():
+            tensors[name].copy_(tensor)
+        made.load_state(state, tensors)
+        require_own_scales()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_overflow_forgets_the_gradient_and_lowers_the_fp16_scale(model_dir: Path) -> None:
@@ -234,6 +265,14 @@ def test_a_norm_over_stages_is_summed_on_the_device_of_the_mesh(monkeypatch: pyt
         norms.global_norm(gradients, "meta", group=object())  # type: ignore[arg-type]
     assert summed == ["meta", "meta"]
     assert norms.global_norm([], "cpu") == 0.0
+
+
+def test_the_host_decides_for_a_fused_step_on_another_device() -> None:
+    """A flag on a GPU has not come to the host when a fused step there reads it."""
+    parameter, plain = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    fused = build_optimizer({"weight": parameter}, OptimizerConfig())
+    assert masks(fused, "cpu") and not masks(fused, "cuda")
+    assert not masks(build_optimizer({"weight": plain}, OptimizerConfig(fused=False)), "cpu")
 
 
 def test_an_optimizer_with_nothing_to_learn_takes_its_steps() -> None:

@@ -25,7 +25,7 @@ from drumline.dist.reduce import add_up
 from drumline.models.shards import canonical_tensors
 from drumline.parallel.data_parallel import buckets
 from drumline.parallel.native import NativeEngine
-from drumline.parallel.optimizer import at_mean, quantised
+from drumline.parallel.optimizer import quantised
 from drumline.vendor.torch import foreach_copy_
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class LocalEngine(NativeEngine):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         self.own = None
-        at_mean(self.optimizer, True)
+        self._at_mean(True)
         kept = self._kept()
         averaged = {n: t for n, t in kept.items() if n in self.apart or (n.startswith("optim.") and t.is_floating_point())}
         average([tensor for tensor in averaged.values() if not quantised(tensor)], self.ranks)
