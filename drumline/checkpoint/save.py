@@ -44,6 +44,7 @@ from drumline.checkpoint.retention import Retention, best_of
 from drumline.checkpoint.staging import Staging
 from drumline.checkpoint.storage import Writer, records_of
 from drumline.core.heartbeat import TIMES, alive
+from drumline.core.threads import on_this_gpu
 from drumline.errors import CheckpointError, EnvironmentFault
 
 # Free space that a save requires, as a multiple of its estimated bytes.
@@ -151,7 +152,7 @@ class Checkpointer:
             return
         if self.asynchronous:
             job.blocked_seconds = time.monotonic() - job.started
-            self._thread = threading.Thread(target=self._run, args=(job,), name=f"save-step-{step}")
+            self._thread = threading.Thread(target=on_this_gpu(self._run), args=(job,), name=f"save-step-{step}")
             self._thread.start()
         else:
             self._run(job)

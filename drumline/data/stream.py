@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.core.plan import BatchPlan
+from drumline.core.threads import on_this_gpu
 
 Ints = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
@@ -212,7 +213,7 @@ class BatchStream:
         assert size == self.data_ranks * self.batch.accumulation * self.batch.micro_batch, self.batch.rule(self.data_ranks)
         assert 0 <= self.data_rank < self.data_ranks and self.start >= 0
         self._batches = (self._at(position) for position in range(self.start, self.stop, size))
-        self._thread = ThreadPoolExecutor(1, "drumline-batches") if self.prefetch else None
+        self._thread = ThreadPoolExecutor(1, "drumline-batches", on_this_gpu(lambda: None)) if self.prefetch else None
         self._ahead = deque(self._collate() for _ in range(self.prefetch))
 
     def __iter__(self) -> BatchStream:

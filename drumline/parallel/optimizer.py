@@ -183,8 +183,8 @@ def make_state(optimizer: torch.optim.Optimizer, step: Callable[[], None] | None
 
 
 def at_mean(optimizer: torch.optim.Optimizer, mean: bool) -> bool:
-    """Set the weights of a schedule-free optimizer to the mean that is evaluated, saved and exported, or to those that it learns at. Whether
-    they were others."""
+    """Set the weights of a schedule-free optimizer to the mean that is evaluated, saved and exported, or to those that it learns at. True
+    where they were others."""
     turn = getattr(optimizer, "eval" if mean else "train", None)
     if turn is None:
         return False

@@ -27,6 +27,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor, Stoppi
 
 from drumline.core import rollouts as c
 from drumline.core.heartbeat import alive
+from drumline.core.threads import on_this_gpu
 from drumline.data.templates import end_ids
 from drumline.dist.reduce import from_all
 from drumline.dist.seeds import derive
@@ -278,7 +279,7 @@ class Together:
         arguments = generator, [requests[i] for i in self.shares[rank]], step
         if aside:
             # A daemon: a run that fails does not wait for completions.
-            Thread(target=self._sample, args=arguments, daemon=True, name="drumline-rollout").start()
+            Thread(target=on_this_gpu(self._sample), args=arguments, daemon=True, name="drumline-rollout").start()
         else:
             self._sample(*arguments)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from drumline.checkpoint.staging import Staging
+from drumline.core.threads import on_this_gpu
 from drumline.data.batches import TokenBatch
 from drumline.train.streams import Copies
 from tests.harness import drumline, events, losses, write_config
@@ -51,6 +53,13 @@ def test_a_batch_is_copied_beside_a_step() -> None:
     copies.stream.synchronize()
     assert not torch.cuda.current_stream().query(), "the step still runs, and the copy is done"
     assert there.input_ids_BT.is_cuda and torch.equal((there.targets_BT - 1).cpu(), ids) and there.weight == 5
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs two GPUs; this machine has {torch.cuda.device_count()}")
+def test_a_thread_begins_on_the_gpu_of_its_rank() -> None:
+    with torch.cuda.device(1), ThreadPoolExecutor(1) as thread:
+        torch.zeros(1, device="cuda")
+        assert thread.submit(on_this_gpu(torch.cuda.current_device)).result() == 1
 
 
 def test_auto_is_bf16_with_a_known_peak(tmp_path: Path) -> None:
