@@ -297,10 +297,10 @@ def _works(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: i
     Tried in a thread of its own, where nothing of a model's forward holds: it may be one that is computed again, whose hooks would take the
     trial for a part of it, or one under autocast."""
     with ThreadPoolExecutor(1, "drumline-trial") as thread:
-        return thread.submit(on_this_gpu(_tried), kernel, device, dtype, head_dim).result()
+        return thread.submit(on_this_gpu(_agrees), kernel, device, dtype, head_dim).result()
 
 
-def _tried(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+def _agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     generator = torch.Generator(device).manual_seed(0)
     inputs = [torch.randn(2, 4, 24, head_dim, device=device, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
     bounds_N = torch.tensor([0, 9, 22, 24, 48], dtype=torch.int32, device=device)

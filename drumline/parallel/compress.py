@@ -44,8 +44,7 @@ class Compressor:
     def __init__(self, group: dist.ProcessGroup, options: Compression, seed: int) -> None:
         self.group, self.size, self.options, self.seed = group, group.size(), options, seed
         self.step = 0
-        self.seconds = 0.0  # that the host waited for collectives since the last `take_seconds`
-        self._last: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # on a GPU: around the last bucket
+        self.seconds = 0.0  # that a CPU waited for collectives since the last `take_seconds`
         self._stream: torch.cuda.Stream | None = None
 
     def average(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
@@ -55,29 +54,17 @@ class Compressor:
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         flat = bucket.buffer()
         exact = not self.options.compresses(self.step)
-        ready = torch.cuda.Event(enable_timing=True) if flat.is_cuda and bucket.is_last() else None
-        if ready is not None:
-            ready.record()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
         with self._aside(flat), torch.no_grad():
             if exact:
                 self._all_reduce(flat.div_(self.size))
             else:
                 self.average(flat, bucket.parameters())
-            if ready is not None:
-                done = torch.cuda.Event(enable_timing=True)
-                done.record()
-                self._last = (ready, done)
             future.set_result(flat)
         return future
 
     def take_seconds(self) -> float:
-        """Seconds that training waited for averages since the last call: on a CPU in all collectives; on a GPU, where they run beside
-        backward, from when the last bucket is ready until its average is there."""
-        if self._last is not None:
-            ready, done = self._last
-            done.synchronize()
-            self.seconds, self._last = ready.elapsed_time(done) / 1e3, None
+        """Seconds that a CPU waited in collectives since the last call. On a GPU they run beside backward, and nothing waits here."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
@@ -88,7 +75,7 @@ class Compressor:
     def _call(self, collective: Callable[..., Any], *tensors: torch.Tensor) -> None:
         began = time.perf_counter()
         collective(*tensors, group=self.group)
-        self.seconds += time.perf_counter() - began
+        self.seconds += 0.0 if tensors[0].is_cuda else time.perf_counter() - began
 
     @contextlib.contextmanager
     def _aside(self, flat: torch.Tensor) -> Iterator[None]:

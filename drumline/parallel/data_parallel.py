@@ -20,8 +20,9 @@ from drumline.errors import ModelError
 from drumline.parallel.compress import Compressor
 from drumline.parallel.experts import of_experts
 from drumline.parallel.norms import local
-from drumline.vendor.torch import DefaultAllGather, DefaultReduceScatter
+from drumline.vendor.torch import DefaultAllGather, DefaultReduceScatter, queue_callback
 
+MOST_UNDER_WAY = 16  # that nobody has asked for yet
 T = TypeVar("T", bound=torch.Tensor)
 logger = logging.getLogger(__name__)
 
@@ -39,8 +40,9 @@ class Spread:
         """Around a micro-batch's forward and backward; gradients must be reduced once the last one is through."""
         return contextlib.nullcontext()
 
-    def went_back(self) -> None:
-        """Once a backward has ended."""
+    def going_back(self, loss: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+        """Around a backward from `loss`."""
+        return contextlib.nullcontext()
 
     def stepped(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """What an optimizer steps in the place of the model's parameters, by name."""
@@ -73,12 +75,19 @@ class Replicated(Spread):
         self.records_graph = module.static_graph
         self.by_hand = BucketedAllReduce(module.module, module.process_group)
         self.called = self.averaged = self.reported = False  # since the last backward; by the last backward; in the log
+        self.last, self.clock, self.device = False, self.by_hand.clock, next(module.parameters()).device.type
         module.register_forward_pre_hook(self._note_call)
 
     def _note_call(self, *_: object) -> None:
         self.called = self.called or torch.is_grad_enabled()
 
-    def went_back(self) -> None:
+    @contextlib.contextmanager
+    def going_back(self, loss: torch.Tensor) -> Iterator[None]:
+        if self.last and loss.requires_grad:
+            # Callbacks run at the end of a backward, in their order: before DDP's own, which waits for the averages.
+            loss.register_hook(lambda _: queue_callback(lambda: self.clock.start(self.device)))
+        yield
+        self.clock.stop()
         self.called, self.averaged = False, self.called
 
     @contextlib.contextmanager
@@ -87,6 +96,7 @@ class Replicated(Spread):
         checks = last and not (self.ddp.static_graph or self.ddp.find_unused_parameters)
         before = self._gradients() if checks else {}
         self.called = self.averaged = False
+        self.last = last
         with contextlib.nullcontext() if last or self.records_graph else self.ddp.no_sync():
             yield
         self.records_graph = False
@@ -118,10 +128,8 @@ class Replicated(Spread):
             raise ModelError(f"no gradient reaches {', '.join(without[:3])}{more}, and DDP waits for it", where="model", fix=fix)
 
     def exposed_communication(self) -> float:
-        clocks = self.ddp._get_ddp_logging_data()
-        nanoseconds = clocks.get("backward_comm_time", 0) - clocks.get("backward_compute_comm_overlap_time", 0)
-        # A compressor waits inside of backward, where DDP's clocks see no waiting.
-        return max(0, nanoseconds) / 1e9 + (self.compressor.take_seconds() if self.compressor else 0.0)
+        # On a CPU a compressor waits within backward.
+        return self.clock.seconds() + (self.compressor.take_seconds() if self.compressor else 0.0)
 
 
 class Sharded(Spread):
@@ -270,25 +278,36 @@ def buckets(tensors: Iterable[T], bucket_bytes: int) -> Iterator[list[T]]:
         yield bucket
 
 
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 class Clock:
     """Seconds of a stretch of work, on a GPU by events in its stream: of the last one that has ended, since nothing is waited for."""
 
     def __init__(self) -> None:
         self.last = 0.0
-        self.under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self.began: torch.cuda.Event | float | None = None
+        self.under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=MOST_UNDER_WAY)
 
     @contextlib.contextmanager
     def measure(self, device: str) -> Iterator[None]:
-        if device == "cuda":
-            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            began.record()
-            yield
-            ended.record()
-            self.under_way.append((began, ended))
-        else:
-            start = time.perf_counter()
-            yield
-            self.last = time.perf_counter() - start
+        self.start(device)
+        yield
+        self.stop()
+
+    def start(self, device: str) -> None:
+        self.began = _event() if device == "cuda" else time.perf_counter()
+
+    def stop(self) -> None:
+        """Nothing where none has started."""
+        began, self.began = self.began, None
+        if isinstance(began, float):
+            self.last = time.perf_counter() - began
+        elif began is not None:
+            self.under_way.append((began, _event()))
 
     def seconds(self) -> float:
         while self.under_way and self.under_way[0][1].query():

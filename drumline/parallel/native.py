@@ -283,8 +283,8 @@ class NativeEngine(ForwardEngine):
 
     def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
         # Gradients are averaged over ranks; a sum over ranks is wanted, and scaling the loss gives it without a second pass.
-        (loss_sum * (self.averaged_over / denominator * self.loss_scale.value)).backward()
-        self.spread.went_back()
+        with self.spread.going_back(loss_sum):
+            (loss_sum * (self.averaged_over / denominator * self.loss_scale.value)).backward()
 
     def divide(self, by: torch.Tensor) -> None:
         if gradients := [local(g) for g in self._gradients()]:

@@ -323,8 +323,6 @@ def apply_ddp(module: nn.Module, options: CopyOptions, group: dist.ProcessGroup)
         find_unused_parameters=options.find_unused_parameters,
         **buffers,
     )
-    # Its own clocks around each step's communication; 1 = every step.
-    wrapped._set_ddp_runtime_logging_sample_rate(1)
     if not (options.static_graph or options.find_unused_parameters):
         _lay_out_buckets(wrapped)
     return wrapped

@@ -36,6 +36,7 @@ PLACES = {
     "on_compile_start": "torch._dynamo:on_compile_start",
     "orthogonalise": "torch.optim._muon:_zeropower_via_newtonschulz",
     "pin_memory": "torch.cuda._pin_memory_utils:pin_memory",
+    "queue_callback": "torch.autograd:Variable._execution_engine.queue_callback",
     "record_memory_history": "torch.cuda.memory:_record_memory_history",
     "resolve_process_group": "torch.distributed.distributed_c10d:_resolve_process_group",
     "to_copy": "torch:ops.aten._to_copy",
@@ -57,6 +58,5 @@ MEMBERS = {
     "torch.nn:Module": ("_apply", "_buffers", "_modules", "_non_persistent_buffers_set", "_parameters"),
     "torch.nn:Parameter": ("_backward_hooks",),
     "torch.nn.modules.batchnorm:_BatchNorm": ("_check_input_dim",),
-    "torch.nn.parallel:DistributedDataParallel": ("_get_ddp_logging_data", "_set_ddp_runtime_logging_sample_rate"),
 }
 __getattr__ = names("torch", "2.11.0", "2.13.0", PLACES)

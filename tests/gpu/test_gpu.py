@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from drumline.checkpoint.staging import Staging
+from drumline.core.strategy import Compression
 from drumline.core.threads import on_this_gpu
 from drumline.data.batches import TokenBatch
 from drumline.train.streams import Copies
@@ -103,6 +104,41 @@ def test_qlora_learns_over_packed_weights(tmp_path: Path, bits: str, strategy: A
     figures = losses(tmp_path / "run")
     assert figures[6] < figures[1]
     assert events(tmp_path / "run", "export")[0]["max_logit_difference"] < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["none", "bf16"])
+def test_the_host_does_not_wait_to_know_how_long_copies_did(kind: Any) -> None:
+    import torch.distributed as dist
+
+    from drumline.parallel.compress import compress_ddp
+    from drumline.parallel.data_parallel import Replicated
+    from drumline.parallel.transforms import apply_ddp
+
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        compression = Compression(kind=kind)
+        ddp = apply_ddp(torch.nn.Linear(64, 64).cuda(), DDPStrategy(), dist.group.WORLD)
+        spread = Replicated(ddp, compress_ddp(ddp, compression, 0))
+
+        def step(kernel: int) -> float:
+            with spread.micro_batch(last=True):
+                loss = spread.module(torch.ones(4, 64, device="cuda")).sum()
+                torch.cuda._sleep(kernel)
+                with spread.going_back(loss):
+                    loss.backward()
+            return spread.exposed_communication()
+
+        for _ in range(12):  # DDP itself waits in the first ten, for its own log
+            step(0)
+        torch.cuda.synchronize()
+        assert 0 <= step(0) < 1
+        for _ in range(2):
+            step(2**30)  # about half a second of a kernel
+        assert not torch.cuda.current_stream().query(), "the steps still run"
+        torch.cuda.synchronize()
+        assert 0 <= spread.exposed_communication() < 0.25, "the kernel is none of it"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_synchronised_batch_norm_is_torchs_own_over_nccl() -> None:

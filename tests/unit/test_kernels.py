@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from drumline.dist.seeds import drawing
-from drumline.parallel.compress import Compressor
 from drumline.train import build
 from tests.harness import ROOT, environment
 
@@ -73,25 +72,6 @@ def test_segments_expand_unless_somebody_said_otherwise(said: str | None, monkey
         main(["--version"])
     set_to = {name: value for name, value in os.environ.items() if name.endswith("_ALLOC_CONF")}
     assert set_to == ({said: "max_split_size_mb:64"} if said else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
-
-
-class FakeEvent:
-    def __init__(self, at: float) -> None:
-        self.at, self.waited = at, False
-
-    def synchronize(self) -> None:
-        self.waited = True
-
-    def elapsed_time(self, other: FakeEvent) -> float:
-        assert other.waited
-        return other.at - self.at
-
-
-def test_a_compressor_on_a_gpu_waits_for_its_last_bucket() -> None:
-    compressor = Compressor(SimpleNamespace(size=lambda: 2), None, 0)  # type: ignore[arg-type]
-    compressor.seconds = 1e-5  # what the host took to start the collectives
-    compressor._last = (FakeEvent(100.0), FakeEvent(350.0))  # type: ignore[assignment]
-    assert compressor.take_seconds() == pytest.approx(0.25) and compressor.take_seconds() == 0
 
 
 def test_processes_of_tests_keep_the_path_that_was_given() -> None:

@@ -259,13 +259,14 @@ def gradients(kind: str) -> tuple[list[float], list[float]]:
     def back(call: Any, embed: Any, inputs: torch.Tensor, last: bool) -> None:
         if kind == "twice":
             one, other = call(inputs), call(inputs * 2)
-            one.sum().backward()
-            spread.went_back()
-            other.square().sum().backward()
-        elif kind != "none" or not last:
-            out = embed(inputs) if kind == "method" else call(inputs)
-            out.square().sum().backward()
-        spread.went_back()
+            losses = [one.sum(), other.square().sum()]
+        elif kind == "none" and last:
+            losses = []
+        else:
+            losses = [(embed(inputs) if kind == "method" else call(inputs)).square().sum()]
+        for loss in losses:
+            with spread.going_back(loss):
+                loss.backward()
 
     for index in range(2):
         inputs = torch.arange(6.0).view(3, 2) + 10 * dist.get_rank() + index

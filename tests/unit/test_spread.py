@@ -13,7 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from drumline.parallel.data_parallel import BucketedAllReduce, Sharded
+from drumline.core.strategy import Compression, CopyOptions
+from drumline.parallel.compress import compress_ddp
+from drumline.parallel.data_parallel import BucketedAllReduce, Replicated, Sharded
+from drumline.parallel.transforms import apply_ddp
 from tests.checkpoint_ranks import run
 from tests.distributed.ranks import free_port
 
@@ -64,6 +67,28 @@ def waited() -> float:
     seconds = spread.exposed_communication()
     assert seconds is not None and spread.exposed_communication() == 0, "it counts once"
     return seconds
+
+
+def waited_of_copies(compression: Compression) -> float:
+    module = nn.Linear(4, 4)
+    group = dist.group.WORLD
+    assert group is not None
+    ddp = apply_ddp(module, CopyOptions(compression=compression), group)
+    spread = Replicated(ddp, compress_ddp(ddp, compression, 0))
+    for last in (False, True):
+        with spread.micro_batch(last):
+            loss = spread.module(torch.ones(2, 4)).sum()
+            time.sleep(float(last) * dist.get_rank())
+            with spread.going_back(loss):
+                loss.backward()
+    return spread.exposed_communication()
+
+
+@pytest.mark.parametrize("kind", ["none", "bf16"])
+def test_copies_take_what_a_rank_waits_for_a_slower_one(kind: str) -> None:
+    """After its backward has computed, in DDP's own callback; with a compressor within it."""
+    first, second = run(2, waited_of_copies, Compression(kind=kind))
+    assert first > second > 0
 
 
 def test_fsdp2_takes_what_a_rank_waits_for_a_slower_one() -> None:
