@@ -57,6 +57,7 @@ class Spec(Section):
 
 S = TypeVar("S", bound=Spec)
 OWN = {"type": "string", "pattern": ":", "description": "path.py:Name or package.module:Name of your own"}
+TEXT = "__drumline_text__"  # where a module keeps the file that it was run from
 _own: dict[type[Spec], dict[str, Any]] = {}  # those that a config named as path.py:Name, by that name
 
 
@@ -263,6 +264,9 @@ def _file(path: Path, where: str) -> ModuleType:
         candidates = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise ConfigError(f"there is no file {path}{perhaps(path.name, candidates)}", where=where)
     name = f"drumline_own_{path.stem}_{zlib.crc32(bytes(path.absolute())):08x}"  # two folders may have a file of one name
+    text = path.read_bytes()
+    if (known := sys.modules.get(name)) is not None and vars(known).get(TEXT) == text:
+        return known  # whatever keys name it mean the same classes; one that was written anew is run anew
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
@@ -270,6 +274,7 @@ def _file(path: Path, where: str) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # its neighbours can be imported, as if it were run
     imported(lambda: spec.loader.exec_module(module) if spec.loader else None, str(path), where)
+    vars(module)[TEXT] = text
     return module
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from drumline.core.load import Loaded, load, load_text, schema
 from drumline.core.plan import Plan
-from drumline.core.registry import _of_package, _own, entry_points, find, kinds, make
+from drumline.core.registry import _of_package, _own, entry_points, find, find_object, kinds, make
 from drumline.core.strategy import StrategySpec
 from drumline.errors import ConfigError
 
@@ -46,6 +46,14 @@ def test_a_file_of_the_users_own_is_found_beside_the_yaml(tmp_path: Path) -> Non
     assert sys.path[: len(before)] == before  # nothing stands before what was there
     again = load_text(DATA + f"strategy: '{strategy.kind}'\n", []).strategy  # as a rank reads it
     assert type(again) is type(strategy) and again.model_dump()["period"] == 3
+
+
+def test_a_file_is_run_once_whatever_names_it_until_it_changes(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN + "VALUE = 1\n")
+    mine, other = (find_object(f"mine.py:{name}", tmp_path, "here") for name in ("Mine", "Other"))
+    assert sys.modules[mine.__module__] is sys.modules[other.__module__] and sys.modules[mine.__module__].Mine is mine
+    (tmp_path / "mine.py").write_text(OWN + "VALUE = 2\n")
+    assert find_object("mine.py:VALUE", tmp_path, "here") == 2 and find_object("mine.py:Mine", tmp_path, "here") is not mine
 
 
 def test_the_short_form_and_an_override_take_a_file_too(tmp_path: Path) -> None:
