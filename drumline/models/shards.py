@@ -103,6 +103,8 @@ class Values:
             torch.__future__.set_swap_module_params_on_conversion(before)
         filled: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         wanted = {name: filled[name] for name in empty if name not in self.checkpoint_keys}
+        if getattr(self.source, "by_name", False):
+            return self.source.put(wanted, model)
         self._begin(model, wanted)
         for name in filter(adapters.is_adapter, list(wanted)):
             tensor = wanted.pop(name)

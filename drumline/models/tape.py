@@ -17,7 +17,7 @@ from torch import nn
 
 from drumline.dist.seeds import constructing, derive, drawing
 from drumline.errors import ModelError
-from drumline.models.shards import Loaded, Source, Whole, copy_part, file_name
+from drumline.models.shards import Loaded, Source, Whole, copy_part
 from drumline.vendor.torch import TorchDispatchMode, device_constructors, tree_leaves, tree_map_only
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ Build = Callable[[], nn.Module]
 # They do nothing on the meta device, so a call of one of them is recorded as a whole.
 WHOLE = {function.__code__: function for function in (nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.dirac_, nn.init.sparse_)}
 KEPT = {"_parameters", "_buffers", "_modules"}  # where a module has what `Values` fills
+LARGE = 2**20  # bytes of a tensor of the host
 OVERWRITES = {getattr(torch.ops.aten, name) for name in ("zero_", "fill_", "copy_", "normal_", "uniform_")}
 
 
@@ -84,6 +85,7 @@ class _Tape(TorchDispatchMode):
         super().__init__()
         self.calls: list[_Call] = []
         self.random_calls = 0
+        self.watched: list[tuple[torch.Tensor, int]] = []  # and the version that was read
         self.known, self.lost = set[int](), set[int]()  # keys: whose values the tape gives; torch.tensor puts others there unseen
 
     def __enter__(self) -> Any:
@@ -125,20 +127,31 @@ class _Tape(TorchDispatchMode):
         self.known |= new
         if not (changes or new):
             return
+        args, kwargs = tree_map_only(torch.Tensor, self._kept, (args, kwargs))
         if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
             self.lost |= changes | new  # it is somewhere else when this is played
         self.calls.append(_Call(operator, args, kwargs, outs, given, changes | new, self.random_calls if draws else None))
         self.random_calls += draws
 
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a tensor of the host holds now: the constructor may write to it again. A large one, such as a file's, is not copied, but
+        watched."""
+        if tensor.is_meta or tensor.nbytes > LARGE:
+            self.watched += [] if tensor.is_meta or tensor.is_inference() else [(tensor, tensor._version)]
+            return tensor
+        return tensor.clone()
+
 
 class Played:
     """First values of a module's tensors, by its own rules; a `shards.Source`. Raises Whole where they are not known from the tape."""
+
+    by_name = True  # of the module itself: a name that is an adapter's in another model means nothing here
 
     def __init__(self, tape: _Tape, model: nn.Module, seed: int) -> None:
         self.calls, self.seed, self.lost = tape.calls, seed, tape.lost
         tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
         # As they are now: transforms replace them.
-        self.laid_out = {file_name(name): _place(tensor) for name, tensor in tensors if tensor.is_meta}
+        self.laid_out = {name: _place(tensor) for name, tensor in tensors if tensor.is_meta}
         self.writers: dict[int, list[int]] = {}
         for index, call in enumerate(self.calls):
             for key in call.writes:
@@ -146,6 +159,8 @@ class Played:
         for name, parameter in model.named_parameters():
             if not parameter.is_meta:
                 raise Whole(f"{name} is not made on the device of torch's context")
+        if any(tensor._version != version for tensor, version in tape.watched):
+            raise Whole("it writes to a large tensor of the host that it has copied from")
         for place in self.laid_out.values():
             self._needed(place)
         for path, module in model.named_modules():

@@ -112,6 +112,31 @@ class Held(nn.Module):
         self.layer, self.rates = nn.Linear(4, 4), [torch.linspace(0, 1, 3)]
 
 
+class Rows(nn.Module):
+    """It copies from one tensor of the host again and again, and has names that PEFT's layers have."""
+
+    def __init__(self, width: int = 3, own: bool = False) -> None:
+        super().__init__()
+        self.weight, self.base_layer = nn.Parameter(torch.full((4, width), 2.0)), nn.Embedding(4, width)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(2, 2, bias=False)})
+        nn.init.constant_(self.lora_A["default"].weight, 5.0)
+        buffer = torch.empty(width, device="cpu") if own else torch.from_numpy(np.zeros(width, np.float32))
+        with torch.no_grad():
+            for index in range(4):
+                (buffer if own else buffer.numpy())[:] = index
+                self.base_layer.weight[index].copy_(buffer)
+
+
+@pytest.mark.parametrize(("width", "own"), [(3, False), (3, True), (2**19, True)], ids=["numpy", "torch", "large"])
+def test_values_are_those_that_the_host_had_then_whatever_weights_are_called(width: int, own: bool) -> None:
+    model, source = lay_out_module(lambda: Rows(width, own), 0, "cpu")
+    assert isinstance(source, Played) == (width == 3)
+    Values(source, "cpu", 0).fill(model)
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    assert values["base_layer.weight"][:, -1].tolist() == [0, 1, 2, 3]
+    assert values["weight"].eq(2).all() and values["lora_A.default.weight"].eq(5).all()
+
+
 @pytest.mark.parametrize("build", [Looks, Listed, Drawn, Held])
 def test_what_the_tape_does_not_have_is_built_whole(build: type[nn.Module]) -> None:
     device_constructors.cache_clear()
