@@ -65,6 +65,11 @@ def sums_of(rank: int) -> str:
     return ""
 
 
+def test_fillers_have_no_largest() -> None:
+    sums = given((ONE, {"max_a": torch.ones((), dtype=torch.int64), "b": ONE}), weight=0.0).sums
+    assert {name: float(value) for name, value in sums.items()} == {"max_a": -float("inf"), "b": 0.0, "weight": 0.0}
+
+
 def other_sums() -> str:
     return sums_of(dist.get_rank())
 

@@ -34,7 +34,8 @@ class PythonObjective(Algorithm):
         """`outputs` is the model itself. Raises ConfigError for what is no sum."""
         loss_sum, sums = self._checked(self.function(outputs, batch.content))
         if batch.weight == 0:  # fillers alone: the ranks compute side by side, and nothing is learned
-            loss_sum, sums = loss_sum * 0, {name: value * 0 for name, value in sums.items()}
+            least = torch.full((), -torch.inf, device=loss_sum.device)
+            loss_sum, sums = loss_sum * 0, {n: least if n.startswith("max_") else value * 0 for n, value in sums.items()}
         weight = torch.tensor(batch.weight, device=loss_sum.device)
         return LossOut(loss_sum.float(), {**{name: value.detach().float() for name, value in sums.items()}, WEIGHT: weight})
 
