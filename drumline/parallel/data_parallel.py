@@ -56,6 +56,11 @@ class Spread:
         return None
 
 
+def learning(module: nn.Module) -> set[int]:
+    """The ids of the weights that learn now."""
+    return {id(weight) for weight in module.parameters() if weight.requires_grad}
+
+
 class Unreplicated(Spread):
     """One process."""
 
@@ -67,19 +72,24 @@ class Replicated(Spread):
     """DDP. Evaluation runs below it: nothing is to be reduced there.
 
     It averages in a backward that follows a forward of its own. Where the last one follows none (a loss of a method of the module's, a
-    second backward of one forward), the gradients are averaged once more: averages of averages are averages."""
+    second backward of one forward), the gradients are averaged once more: averages of averages are averages. It waits for the weights that
+    learned when it was made; while others learn, those that a loop has frozen or unfrozen since, all are averaged after backward."""
 
     def __init__(self, module: DistributedDataParallel, compressor: Compressor | None = None) -> None:
         super().__init__(module, inner=module.module)
         self.ddp, self.compressor = module, compressor
         self.records_graph = module.static_graph
         self.by_hand = BucketedAllReduce(module.module, module.process_group)
+        self.learned = learning(self.inner)
         self.called = self.averaged = self.reported = False  # since the last backward; by the last backward; in the log
         self.last, self.clock, self.device = False, self.by_hand.clock, next(module.parameters()).device.type
         module.register_forward_pre_hook(self._note_call)
 
     def _note_call(self, *_: object) -> None:
-        self.called = self.called or torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self.called = True
+            if learning(self.inner) != self.learned:
+                self.ddp.require_backward_grad_sync = False  # as within no_sync
 
     @contextlib.contextmanager
     def going_back(self, loss: torch.Tensor) -> Iterator[None]:
@@ -99,17 +109,20 @@ class Replicated(Spread):
         self.last = last
         with contextlib.nullcontext() if last or self.records_graph else self.ddp.no_sync():
             yield
-        self.records_graph = False
-        if last and not self.averaged:
-            self._average()
+        self.ddp.require_backward_grad_sync, self.records_graph = True, False
+        if last and learning(self.inner) != self.learned:
+            self.ddp.require_forward_param_sync = True  # buffers, in the next forward
+            self._average("other weights learn than when the model was spread")
+        elif last and not self.averaged:
+            self._average("the last backward of a step follows no call of the model")
         elif checks:
             self._require_gradients(before)
         if last and self.compressor:
             self.compressor.step += 1
 
-    def _average(self) -> None:
+    def _average(self, why: str) -> None:
         if not self.reported:
-            logger.warning("the last backward of a step follows no call of the model: gradients are averaged after it, not during it")
+            logger.warning("%s: gradients are averaged after backward, not during it", why)
         self.reported = True
         self.by_hand.average()
 
@@ -206,7 +219,7 @@ class BucketedAllReduce(Spread):
     ) -> None:
         super().__init__(module)
         self.groups, self.bucket_bytes = (group, group if experts is None else experts), bucket_bytes
-        self.clock = Clock()
+        self.clock, self.learned = Clock(), learning(module)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -219,7 +232,7 @@ class BucketedAllReduce(Spread):
 
         A gradient that only other ranks have counts as zero here and is made; one that no rank has stays None.
         """
-        trainable = [p for p in self.module.parameters() if p.requires_grad]
+        trainable = [p for p in self.module.parameters() if p.requires_grad or id(p) in self.learned]  # frozen since, with a gradient
         apart = [p for p in trainable if self.groups[0] is not self.groups[1] and of_experts(p)]
         rest = [p for p in trainable if not any(p is other for other in apart)]
         for parameters, group in zip((rest, apart), self.groups, strict=True):
