@@ -77,7 +77,13 @@ class StopFlag(Signals):
 
     requested = 0
 
+    def __init__(self, alone: bool = False) -> None:
+        """`alone`: no launcher repeats a Ctrl-C, so a second one is a KeyboardInterrupt: what is between two steps may take long."""
+        self.alone = alone
+
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.alone and number == self.requested == signal.SIGINT:
+            raise KeyboardInterrupt
         self.requested = number
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,8 @@ from drumline.data.sources import describe
 from drumline.data.stream import GlobalOrder, assign
 from drumline.errors import DataError
 from drumline.foreign import class_and_line, first_line
-from drumline.vendor.torch import tree_leaves, tree_map_only
+from drumline.models.containers import each_tensor
+from drumline.vendor.torch import tree_leaves
 
 COMPARED = 16  # rows of a function that are compared, evenly spaced
 SIMPLE = (bool, int, float, complex, str, bytes, type(None))
@@ -35,6 +36,18 @@ def indexed(dataset: object) -> bool:
     """Whether a dataset has a length and is read by index; others are iterated over."""
     iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # it inherits a __getitem__ that raises
     return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not iterable
+
+
+def require_samples(dataset: object, where: str) -> None:
+    """Raises DataError for what gives no samples one by one."""
+    what, fix = f"{type(dataset).__name__} is no dataset", "give a list, a dataset with __len__ and __getitem__, or an iterable"
+    if isinstance(dataset, torch.utils.data.DataLoader) and dataset.batch_sampler is not None:
+        what, fix = "a DataLoader makes batches, and each would count as one sample", "give its dataset, and its collate_fn as collate"
+    elif isinstance(dataset, Mapping) and 0 not in dataset:
+        fix = f"its keys are {', '.join(map(repr, islice(dataset, 3)))}: give one of its values, or a list of samples"
+    elif not isinstance(dataset, str | Path) and (hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")):
+        return
+    raise DataError(what, where=where, fix=fix)
 
 
 class Samples(torch.utils.data.ConcatDataset[Any]):
@@ -52,10 +65,8 @@ def read_samples(sources: Sequence[Source], base_dir: Path, drawn: Drawn = nullc
     for source in sources:
         with drawn():
             found: Any = source.rows(base_dir)
+            require_samples(found, describe(source))
             if not indexed(found):
-                if not hasattr(found, "__iter__"):
-                    fix = "return a dataset with __len__ and __getitem__, a list, or an iterator"
-                    raise DataError(f"gives {type(found).__name__}, not samples", where=describe(source), fix=fix)
                 found = imported(partial(list, islice(found, source.limit)), source.label, "data source", doing="reading")
         if source.limit is not None and source.limit < len(found):
             found = torch.utils.data.Subset(found, range(source.limit))
@@ -115,7 +126,7 @@ class SampleBatch:
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SampleBatch:
         """The batch with every tensor of its content changed."""
-        return replace(self, content=tree_map_only(torch.Tensor, change, self.content))
+        return replace(self, content=each_tensor(change, self.content))
 
     def to(self, device: str) -> SampleBatch:
         return self.each(lambda tensor: tensor.to(device, non_blocking=True))
@@ -151,6 +162,7 @@ def global_batches(
     over the dataset; None: without end. The last global batch is filled up from the pass that would follow. `seed`: of the shuffled order;
     None: as the data come, as an iterable dataset always does. `drawn`: around what is read of an iterable, so that it gives the same
     on all ranks and after a resume. Raises DataError for a dataset without samples."""
+    require_samples(dataset, "batches")
     size = batch.global_samples
     ranks = size // (batch.micro_batch * batch.accumulation)
     # All samples count alike, so they are dealt in order.
@@ -197,6 +209,7 @@ def held_out(
 ) -> Iterator[tuple[list[Any], bool]]:
     """(samples, whether they count): each sample once over all ranks, and as many micro-batches on each, as collectives want it.
     `drawn`: around what is read."""
+    require_samples(dataset, "evaluate")
     first = list[Any]()
     with drawn():
         rows = (dataset[i] for i in range(len(dataset))) if indexed(dataset) else iter(dataset)

@@ -61,3 +61,10 @@ def give_fp32(model: nn.Module) -> None:
     for module in model.modules():
         if (isinstance(module, nn.Embedding) and module.weight.dtype != torch.float32) or "token_adapter" in module._modules:
             module.register_forward_hook(lambda _module, _inputs, hidden: hidden.float())
+
+
+def require_none_late(model: nn.Module, learned: set[str]) -> None:
+    """Raises ModelError for weights beyond those that `learned` when the model was spread, where only these are brought together."""
+    if late := {*learning(model)} - learned:
+        what, fix = f"{min(late)} was frozen when the model was spread, and learns now", "unfreeze it in build, or use ddp or fsdp2"
+        raise ModelError(what, where="strategy", fix=fix)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_model
 from torch import nn
 
@@ -20,6 +21,8 @@ from drumline.errors import CheckpointError, ModelError
 from drumline.models.freeze import freeze
 from drumline.models.shards import Values, canonical_tensors, extra_states, has_extra_state, set_extra_states
 from drumline.models.tape import lay_out_module
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a number
 
 
 def own_build(plan: Plan) -> Callable[[], nn.Module]:
@@ -68,6 +71,18 @@ def require_trainable(model: nn.Module, *, cut: bool, deepspeed: bool) -> None:
             what, fix = "has a hook, and DeepSpeed keeps weights of its own", "use fsdp2, or ddp"
         if what:
             raise ModelError(f"{name} {what}", where="model", fix=fix)
+
+
+def require_same(model: nn.Module) -> None:
+    """Raises ModelError where ranks have built other weights, such as those of a module that was made before, unseeded. Collective."""
+    if not dist.is_initialized():
+        return
+    mine = {name: int(weight.detach().reshape(-1).view(BITS[weight.itemsize]).sum()) for name, weight in model.named_parameters()}
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, mine)
+    if other := [name for name in mine if any(each.get(name) != mine[name] for each in of_all)]:
+        what = f"{other[0]} is not the same on all ranks"
+        raise ModelError(what, where="build", fix="make the module inside of build, which draws from the run's seed")
 
 
 def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:

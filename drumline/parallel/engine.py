@@ -102,6 +102,7 @@ class OpenEngine(Engine, Protocol):
 
     model: nn.Module
     named: dict[str, nn.Parameter]  # as the optimizer has them, whatever a forward puts in their place
+    learned: set[str]  # the names of those that learned when the model was spread
     max_grad_norm: float | None
     optimizer: torch.optim.Optimizer
     is_whole: bool  # each rank has all of the model, and calls it as it is

@@ -20,6 +20,8 @@ from drumline.dist.seeds import derive
 from drumline.errors import ModelError, PlanError
 from drumline.models import adapters
 from drumline.models.blocks import blocks, tensor_plan
+from drumline.models.containers import each_tensor
+from drumline.models.freeze import learning
 from drumline.models.head import ForwardWithObjective
 from drumline.models.kernels import apply_liger
 from drumline.models.packed import scales_of
@@ -60,7 +62,7 @@ from drumline.parallel.transforms import (
     compile_step,
 )
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
-from drumline.vendor.torch import foreach_mul_, tree_map_only
+from drumline.vendor.torch import foreach_mul_
 
 E = TypeVar("E", bound="ForwardEngine")
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -243,6 +245,7 @@ class NativeEngine(ForwardEngine):
         self.max_grad_norm = plan.config.optimizer.max_grad_norm
         self.loss_scale = LossScale(plan.config.precision.initial_scale, enabled=plan.precision == "fp16")
         self.named = dict(model.named_parameters())
+        self.learned = {*learning(model)}  # a loop of the user's own may freeze some, and unfreeze others
         self.stepped = spread.stepped(self.named)
         options, own = plan.config.optimizer, make_optimizer and make_optimizer(model)
         inner = {id(p) for block in blocks(model) for p in block.parameters() if p.ndim == 2} if options.kind == "muon" else set()
@@ -364,7 +367,8 @@ class NativeEngine(ForwardEngine):
             self.spread.compressor.step = state["step"]
 
     def _kept(self) -> dict[str, torch.Tensor]:
-        return canonical_tensors(self.model) | optimizer_tensors(self.optimizer, self.stepped)
+        frozen = {f"model.{n}": p.data for n, p in self.named.items() if n in self.learned and not p.requires_grad}
+        return frozen | canonical_tensors(self.model) | optimizer_tensors(self.optimizer, self.stepped)
 
     def memory_stats(self) -> MemoryStats:
         return MemoryStats.of(
@@ -380,12 +384,12 @@ class NativeEngine(ForwardEngine):
 def lowered(values: Any, precision: str) -> Any:
     """The same with floating-point tensors in the type of a low `precision`, where weights are kept in it and nothing casts."""
     dtype = LOW_PRECISION.get(precision)
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if dtype and t.is_floating_point() else t, values)
+    return each_tensor(lambda t: t.to(dtype) if dtype and t.is_floating_point() else t, values)
 
 
 def precise(values: Any) -> Any:
     """The same with floating-point tensors of less than 32 bits in fp32."""
-    return tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() and t.itemsize < 4 else t, values)
+    return each_tensor(lambda t: t.float() if t.is_floating_point() and t.itemsize < 4 else t, values)
 
 
 def whole(name: str, tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:

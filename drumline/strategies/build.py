@@ -22,9 +22,9 @@ from drumline.models.build import lay_out
 from drumline.models.classes import LM
 from drumline.models.freeze import freeze, give_fp32, keep_low
 from drumline.models.head import require_next_token, shares_prompts
-from drumline.models.own import require_trainable
+from drumline.models.own import require_same, require_trainable
 from drumline.models.packed import pack
-from drumline.models.shards import Source, Values
+from drumline.models.shards import Loaded, Source, Values
 from drumline.models.tape import Build, lay_out_module
 from drumline.parallel.engine import POLICY, CompositeEngine, Engine, OpenEngine, of_role
 from drumline.parallel.native import LOW_PRECISION, ForwardEngine, NativeEngine, prepare
@@ -103,16 +103,20 @@ def build_module(
     units: Units | None = None,
     tp_plan: Mapping[str, str] | None = None,
     overlaps: bool = True,
+    unfrozen: frozenset[str] = frozenset(),
 ) -> OpenEngine:
     """Any module, spread as planned, then filled: each rank draws what it holds. `device`, `checkpoint_keys` as in `build_engine`.
 
     `make_optimizer`: in place of the plan's. `units`: what FSDP2 gathers by itself, ZeRO-3 fills at once and checkpointing computes
     again (models.blocks.set_blocks). `tp_plan`: name of a module, numbers as `*` → colwise or rowwise. `overlaps`: see native.prepare.
+    `unfrozen`: weights that learn although `build` has them frozen.
     Collective. Raises PlanError for a strategy that a module by itself cannot be spread by.
     """
     whole = plan.engine == "deepspeed"  # as in `_trained`
     device, checkpoint_keys = ("cpu", frozenset()) if whole else (device, checkpoint_keys)
     model, source = lay_out_spreadable(plan, build, device, units, tp_plan)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or name in unfrozen)
     values = Values(source, device, plan.config.run.seed, checkpoint_keys)
     options: dict[str, Any] = {"plain": True, "make_optimizer": make_optimizer, "overlaps": overlaps}
     return plan.config.strategy.prepare(plan, model, values, **options) or _prepared(plan, model, values, **options)
@@ -122,7 +126,7 @@ def lay_out_spreadable(
     plan: Plan, build: Build, device: str, units: Units | None, tp_plan: Mapping[str, str] | None
 ) -> tuple[Module, Source]:
     """A module by itself, laid out, and where its first weights come from. Raises PlanError where it lacks what spreading it as planned
-    requires, ModelError where `build` makes none."""
+    requires, ModelError where `build` makes none, or other weights on each rank. Collective."""
     schedule = plan.pipeline.schedule if plan.pipeline else ""
     lacks = {
         "tp": "tensor parallelism requires a plan: which layers are cut by columns and which by rows" if not tp_plan else "",
@@ -142,6 +146,8 @@ def lay_out_spreadable(
     deepspeed = plan.engine == "deepspeed"
     cut = deepspeed or plan.data_parallel == "fsdp2" or plan.config.strategy.optimizer_shards(plan.mesh) > 1
     require_trainable(model, cut=cut, deepspeed=deepspeed)
+    if isinstance(source, Loaded):
+        require_same(model)
     set_blocks(model, units)
     if unknown := [key for key in tp_plan or () if not any(fnmatchcase(name, key) for name, _ in model.named_modules())]:
         raise PlanError(f"the model has no module {unknown[0]}", where="tp_plan", fix="name modules as model.named_modules() has them")

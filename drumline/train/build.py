@@ -231,6 +231,11 @@ class Start:
         keys = frozenset(re.sub(MODEL, "", name) for name in names if re.search(MODEL, name))
         return cls(path, skipped, keys, {"metric": plan.config.eval.metric, "mode": plan.config.eval.mode})
 
+    def keys_of(self, name: str) -> frozenset[str]:
+        """Of one of the models that a session has; "" for the only one."""
+        prefix = f"{name}/" if name else ""
+        return frozenset(key.removeprefix(prefix) for key in self.checkpoint_keys if key.startswith(prefix))
+
     def restore(self, engine: Engine, emit: Emit, began: float) -> TrainState:
         """Fill the engine; the event has the seconds since `began` (unix). Collective."""
         state = TrainState()

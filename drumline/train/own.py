@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from drumline.checkpoint.load import named as at_place
-from drumline.checkpoint.load import newest_state
+from drumline.checkpoint.load import newest_state, read_state
 from drumline.checkpoint.memory import require_room
 from drumline.checkpoint.remote import require_unused
 from drumline.checkpoint.retention import recover
@@ -24,20 +24,18 @@ from drumline.core.load import Draft, refused, saved_config, validated
 from drumline.core.output import say
 from drumline.core.plan import Plan
 from drumline.core.resolve import resolve
-from drumline.core.run import RunConfig
 from drumline.data.samples import indexed
 from drumline.dist.seeds import derive
-from drumline.dist.start import Ranks, leave_process
-from drumline.errors import CheckpointError, DataError, DrumlineError, EnvironmentFault, UserError
+from drumline.dist.start import Ranks
+from drumline.errors import CheckpointError, EnvironmentFault, UserError
 from drumline.foreign import disk_errors
 from drumline.hardware.detect import detect
-from drumline.launchers.environment import first_rank_reports
 from drumline.launchers.lease import Lease
 from drumline.launchers.local import ATTEMPT, newest_or
+from drumline.models.freeze import learning
 from drumline.parallel.engine import OpenEngine
 from drumline.telemetry.events import Step
-from drumline.train.failure import note
-from drumline.train.state import Flight
+from drumline.train.state import Flight, keyed
 
 MAIN = ""  # the name of the one model of a session
 # Options of a session → where the YAML has them.
@@ -140,14 +138,18 @@ class Trained:
 class Engines:
     """The engines of a session as checkpoints see them: the tensors of a named model lie under NAME/, the optimizers' groups are state."""
 
-    def __init__(self, engines: dict[str, OpenEngine]) -> None:
-        self.engines = engines
+    def __init__(self, engines: dict[str, OpenEngine], unfrozen: Mapping[str, frozenset[str]]) -> None:
+        """`unfrozen`: of each model the weights that learn although its `build` has them frozen."""
+        self.engines, self.unfrozen = engines, unfrozen
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {_under(name, key): tensor for name, engine in self.engines.items() for key, tensor in engine.tensors().items()}
 
     def state(self) -> dict[str, Any]:
         named = {name: {**engine.state(), "groups": _groups(engine.optimizer)} for name, engine in self.engines.items()}
+        for name, engine in self.engines.items():
+            if late := {*learning(engine.model)} - engine.learned | self.unfrozen[name]:
+                named[name]["unfrozen"] = sorted(late)
         return named.get(MAIN, {"models": named})
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -155,7 +157,17 @@ class Engines:
             own, prefix = {**(state if name == MAIN else state["models"][name]), "step": state["step"]}, _under(name, "")
             engine.load_state(own, {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)})
             for group, saved in zip(engine.optimizer.param_groups, own.get("groups", ()), strict=False):
-                group.update({key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in saved.items()})
+                for key, value in saved.items():
+                    if isinstance(group.get(key), torch.Tensor):
+                        group[key].fill_(value)
+                    else:
+                        group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def unfrozen(path: Path | None, names: Iterable[str]) -> dict[str, frozenset[str]]:
+    """Of each model in a checkpoint of `Engines` the weights that learned although its `build` had them frozen."""
+    state = read_state(path)["engine"] if path else {}
+    return {name: frozenset(state.get("models", {MAIN: state}).get(name, {}).get("unfrozen", ())) for name in names}
 
 
 def _under(name: str, key: str) -> str:
@@ -165,8 +177,10 @@ def _under(name: str, key: str) -> str:
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Rates and the like of each group of parameters, as far as JSON has them."""
     simple = (bool, int, float, str, type(None))
+    plain = lambda value: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value  # noqa: E731
     fits = lambda value: isinstance(value, simple) or (isinstance(value, tuple) and all(isinstance(v, simple) for v in value))  # noqa: E731
-    return [{key: value for key, value in group.items() if key != "params" and fits(value)} for group in optimizer.param_groups]
+    named = ({key: plain(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups)
+    return [{key: value for key, value in group.items() if fits(value)} for group in named]
 
 
 def require_one_model(plan: Plan, models: int) -> None:
@@ -235,10 +249,17 @@ def _only_in_turn(*_: object) -> None:
         raise UserError("optimizer.step() is called by s.step()", where="session", fix="leave it out, and optimizer.zero_grad() as well")
 
 
+def _no_more_groups(*_: object) -> None:
+    """Raises UserError for parameters that the optimizer would not have where the run is gone on with."""
+    fix = "give make_optimizer all of them: those that are to wait are frozen until then"
+    raise UserError("optimizer.add_param_group() comes after prepare", where="session", fix=fix)
+
+
 def guarded(optimizer: Any) -> Any:
-    """The optimizer, which from now on steps in the session's turn alone."""
+    """The optimizer, which from now on steps in the session's turn alone, and has the parameters that it has."""
     if isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed's steps for its engine alone
         optimizer.register_step_pre_hook(_only_in_turn)
+        vars(optimizer)["add_param_group"] = _no_more_groups
     return optimizer
 
 
@@ -294,7 +315,7 @@ def require_json(state: dict[str, Any], drop: bool = False) -> None:
     """Raises UserError for a value of `session.state` that JSON does not have; with `drop` it goes instead, with a line."""
     for key, value in [*state.items()]:
         try:
-            json.dumps({key: value})
+            json.dumps(keyed({key: value}))
         except (TypeError, ValueError):
             what, fix = f"s.state[{key!r}] is a {type(value).__name__}, which JSON does not have", "keep a number or a text of it: float(x)"
             if not drop:
@@ -310,9 +331,10 @@ def require_more(rows: bool, ended: bool) -> None:
         raise UserError(what, where="session.batches", fix="write one loop: for batch in s.batches(dataset, collate, epochs=N)")
 
 
-def seeded(run: RunConfig, name: str) -> RunConfig:
+def seeded(plan: Plan, name: str) -> Plan:
     """Models of other names are drawn from other seeds."""
-    return run.model_copy(update={"seed": derive(run.seed, name) % 2**31}) if name else run
+    run = plan.config.run.model_copy(update={"seed": derive(plan.config.run.seed, name) % 2**31})
+    return plan.model_copy(update={"config": plan.config.model_copy(update={"run": run})}) if name else plan
 
 
 def require_sum(loss_sum: Any, weight: Any, learns: bool) -> None:
@@ -324,7 +346,7 @@ def require_sum(loss_sum: Any, weight: Any, learns: bool) -> None:
         raise UserError(f"the loss is {shape}, a tensor of one number is wanted", where="session.backward", fix=fix)
     if learns and not loss_sum.requires_grad:
         raise UserError("the loss has no gradients", where="session.backward", fix="compute it from the model, outside of torch.no_grad")
-    if not isinstance(weight, torch.Tensor) and not (isinstance(weight, int | float) and weight >= 0):
+    if not isinstance(weight, torch.Tensor) and not (isinstance(weight, Real) and float(weight) >= 0):
         raise UserError(f"the weight is {weight!r}, a number of 0 or more is wanted", where="session.backward", fix=fix)
 
 
@@ -358,26 +380,5 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 def scalar(value: Any, device: str) -> torch.Tensor:
     """fp64 on the device; of a number without the host waiting for a copy."""
     if isinstance(value, torch.Tensor):
-        return value.detach().to(device, torch.float64, non_blocking=True)
+        return value.detach().to(device, torch.float64, non_blocking=True).reshape(())
     return torch.full((), float(value), dtype=torch.float64, device=device)
-
-
-def print_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """What a script ends with that did not catch an error of ours: its line and its exit code."""
-    if not isinstance(error, DrumlineError):
-        sys.__excepthook__(kind, error, trace)
-        return
-    with reported_once(error):
-        report(error)
-        leave_process(error.rank_code or error.exit_code)
-
-
-def report(error: BaseException) -> None:
-    """Print an error, and note it for the launcher; once."""
-    with reported_once(error):
-        note(error)
-
-
-def reported_once(error: BaseException) -> AbstractContextManager[None]:
-    """Around an error: a mistake in the script is the same on all ranks, and rank 0 reports it; one in the data may be one rank's."""
-    return first_rank_reports() if isinstance(error, UserError) and not isinstance(error, DataError) else nullcontext()

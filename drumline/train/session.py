@@ -15,6 +15,7 @@ stepped with, is the gradient of Σ loss / Σ weight.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -39,6 +40,7 @@ from drumline.errors import DataError, EnvironmentFault, Preempted, TrainingStop
 from drumline.launchers.environment import die_with_launchers
 from drumline.launchers.tasks import join_tasks
 from drumline.models.blocks import Units
+from drumline.models.containers import each_tensor
 from drumline.models.tape import Build
 from drumline.parallel.optimizer import MakeOptimizer
 from drumline.parallel.transforms import batch_norms
@@ -48,11 +50,11 @@ from drumline.train import own
 from drumline.train.build import Start, checkpointer_of, memory_of
 from drumline.train.entry import MainReporter, Reporter, run_start
 from drumline.train.failure import fresh
+from drumline.train.hook import print_error, report, take_hook
 from drumline.train.model import Model
-from drumline.train.own import MAIN, Engines, Trained, claim, plan_of, print_error, report, require_one_model, scalar
+from drumline.train.own import MAIN, Engines, Trained, claim, plan_of, require_one_model, scalar
 from drumline.train.saving import Saver
 from drumline.train.state import Flight, Goodput, TrainState, judge
-from drumline.vendor.torch import tree_map_only
 
 Pair = tuple[Build, MakeOptimizer]
 Collate = Callable[[list[Any]], Any]
@@ -82,7 +84,7 @@ class Session:
 
         Raises UserError, as all of the session does, for what cannot be.
         """
-        sys.excepthook = print_error
+        take_hook()
         fresh()
         join_tasks()
         ranks = Ranks.from_environment()
@@ -104,7 +106,7 @@ class Session:
         if plan.config.run.deterministic:
             deterministic()
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = plan.config.precision.tf32
-        self.stop_flag = self.stack.enter_context(StopFlag())
+        self.stop_flag = self.stack.enter_context(StopFlag(alone="RANK" not in os.environ))
         self.owns = not dist.is_initialized()  # a process group that is there is used, and left as it is
         self.ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds) if self.owns else Ranks.from_environment()
         sys.excepthook = print_error  # torch has put its own around it, which drops what a hook prints that ends the process
@@ -153,14 +155,12 @@ class Session:
         found, memory = None, memory_of(self.plan, self.resume is True)
         if self.resume:
             found = Start.find(self.plan, "newest" if self.resume is True else str(self.resume), memory)
+        unfrozen = own.unfrozen(found.path if found else None, pairs)
+        options: dict[str, Any] = {"units": self.units, "tp_plan": self.tp_plan, "overlaps": len(pairs) == 1}
         for name, (build_one, make) in pairs.items():
-            prefix = f"{name}/" if name else ""
-            keys = frozenset(n.removeprefix(prefix) for n in found.checkpoint_keys if n.startswith(prefix)) if found else frozenset()
-            options: dict[str, Any] = {"units": self.units, "tp_plan": self.tp_plan, "overlaps": len(pairs) == 1}
-            run = own.seeded(self.plan.config.run, name)
-            plan = self.plan.model_copy(update={"config": self.plan.config.model_copy(update={"run": run})})
-            self._models[name] = Trained(build_module(plan, build_one, self.device, keys, make_optimizer=make, **options))
-        self.engines = Engines({name: model.engine for name, model in self._models.items()})
+            options |= {"checkpoint_keys": found.keys_of(name) if found else frozenset(), "unfrozen": unfrozen[name]}
+            self._models[name] = Trained(build_module(own.seeded(self.plan, name), build_one, self.device, make_optimizer=make, **options))
+        self.engines = Engines({name: model.engine for name, model in self._models.items()}, unfrozen)
         for model in self._models.values() if self.is_first else ():
             for line in batch_norm_why(self.plan.config, self.plan.batch, len(batch_norms(model.engine.model))):
                 say(f"note: {line}")
@@ -241,7 +241,7 @@ class Session:
                 for model in self._models.values():
                     model.contexts.enter_context(model.engine.micro_batch(self._now[1]))
                 try:
-                    yield tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), collate(samples))
+                    yield each_tensor(lambda tensor: tensor.to(self.device, non_blocking=True), collate(samples))
                 finally:
                     for model in self._models.values():
                         model.contexts.close()
@@ -328,10 +328,10 @@ class Session:
                 states.enter_context(model.engine.evaluating())
             drawn = Draws(derive(self.plan.config.run.seed, "held out")).used
             for samples, counts in held_out(dataset, micro_batch or self.plan.batch.eval_micro_batch, rank, ranks, drawn):
-                batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), collate(samples))
+                batch = each_tensor(lambda tensor: tensor.to(self.device), collate(samples))
                 loss_sum, weight, *more = own.measured(measure(batch))
                 for name, value in {"loss": loss_sum, "weight": weight, **(more[0] if more else {})}.items():
-                    part = torch.as_tensor(value, device=self.device).double() * counts
+                    part = torch.as_tensor(value, device=self.device).double().reshape(()) * counts
                     sums[name] = sums.get(name, torch.zeros_like(part)) + part
         if not sums:
             raise DataError("the dataset gives no samples", where="session.evaluate", fix="give a list, or one whose iter() starts again")

@@ -27,6 +27,7 @@ from drumline.telemetry.events import Emit, Nonfinite
 # A fresh fp16 scale of 2^16 may have to halve this often before the first step fits.
 MAX_RESCALES = 20
 LATE = "stream", "spikes"
+PAIRS = "keys and values"  # the only key of a dictionary whose keys are not all texts
 SQUARES = "squared_norms"  # a sum of ranks that step by themselves: of their own gradients
 
 
@@ -51,7 +52,29 @@ class TrainState:
     def dump(self) -> dict[str, Any]:
         """As a checkpoint has it. What of `stream` and `spikes` is a function is asked for now; collective, as a save is."""
         now = {name: {key: value() if callable(value) else value for key, value in getattr(self, name).items()} for name in LATE}
-        return {**vars(self), **now}
+        return {**vars(self), **now, "stream": keyed(now["stream"])}
+
+    def __post_init__(self) -> None:
+        self.stream = unkeyed(self.stream)
+
+
+def keyed(value: Any) -> Any:
+    """The same for JSON, which has no keys but texts: a dictionary with numbers as keys is one of pairs."""
+    if isinstance(value, list | tuple):
+        return [keyed(each) for each in value]
+    if not isinstance(value, dict) or not all(isinstance(key, str | int | float | None) for key in value):
+        return value
+    pairs = [[key, keyed(each)] for key, each in value.items()]
+    return dict(pairs) if all(isinstance(key, str) for key in value) else {PAIRS: pairs}
+
+
+def unkeyed(value: Any) -> Any:
+    """What `keyed` was given, as JSON gives it back."""
+    if isinstance(value, list):
+        return [unkeyed(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: unkeyed(each) for key, each in value.get(PAIRS, value.items())}
 
 
 @dataclass

@@ -41,6 +41,7 @@ PLACES = {
     "resolve_process_group": "torch.distributed.distributed_c10d:_resolve_process_group",
     "to_copy": "torch:ops.aten._to_copy",
     "tree_leaves": "torch.utils._pytree:tree_leaves",
+    "tree_map": "torch.utils._pytree:tree_map",
     "tree_map_only": "torch.utils._pytree:tree_map_only",
     "unpin_memory": "torch.cuda._pin_memory_utils:unpin_memory",
 }

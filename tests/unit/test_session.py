@@ -16,7 +16,7 @@ import drumline
 from drumline.core.plan import BatchPlan
 from drumline.data.samples import global_batches, held_out
 from drumline.dist.reduce import Gather, Gathered
-from drumline.errors import DataError, EnvironmentFault, PlanError, TrainingStopped, UserError
+from drumline.errors import CheckpointError, DataError, EnvironmentFault, ModelError, PlanError, TrainingStopped, UserError
 from tests.harness import events
 
 
@@ -350,6 +350,47 @@ def test_what_is_frozen_has_no_moments_until_it_learns(tmp_path: Path) -> None:
     assert train(3, False, lambda model, _: model.requires_grad_(True), resume=True) == ([2.0, 2.0], 2)
     assert train(4, True, resume=True) == ([0.0, 0.0, 3.0, 3.0], 4)
     assert train(5, True, resume=True) == ([1.0, 1.0, 4.0, 4.0], 4)
+
+
+@pytest.mark.parametrize("learns", [True, False], ids=["freezes", "unfreezes"])
+def test_a_run_goes_on_with_what_its_loop_freezes_or_unfreezes(tmp_path: Path, learns: bool) -> None:
+    def built(learns: bool) -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        model[0].requires_grad_(learns)
+        return model
+
+    def train(folder: Path, steps: int, learns: bool = learns, **options: Any) -> list[float]:
+        with session(folder, **options) as s:
+            model, _ = s.prepare(lambda: built(learns), lambda model: torch.optim.AdamW(model.parameters(), lr=0.1))
+            for batch in s.batches(ROWS, collate, steps=steps):
+                if s.steps == 2 or (learns and s.steps > 2):
+                    model[0].requires_grad_(not learns)
+                s.backward(*loss_of(model, batch))
+                s.step()
+            return torch.cat([parameter.flatten() for parameter in model.parameters()]).tolist()
+
+    whole = train(tmp_path / "whole", 6)
+    train(tmp_path / "parts", 3)
+    train(tmp_path / "parts", 4, resume=True)
+    assert train(tmp_path / "parts", 6, resume=True) == whole
+    if learns:
+        with pytest.raises(CheckpointError, match=r"0\.weight and \d more, which this run has no place for"):
+            train(tmp_path / "parts", 7, learns=False, resume=True)
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd", pytest.param("zero1", marks=pytest.mark.slow)])
+def test_where_nothing_is_unfrozen_once_the_model_is_spread(tmp_path: Path, strategy: str) -> None:
+    def built() -> nn.Module:
+        model = nn.Linear(2, 1)
+        model.bias.requires_grad_(False)
+        return model
+
+    with pytest.raises(ModelError, match="bias was frozen when the model was spread"), session(tmp_path, strategy) as s:
+        model, _ = s.prepare(built, sgd)
+        for batch in s.batches(ROWS, collate):
+            model.requires_grad_(True)
+            s.backward(*loss_of(model, batch))
+            s.step()
 
 
 def test_batch_norm_under_accumulation_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

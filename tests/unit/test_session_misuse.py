@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,6 +35,75 @@ def test_loops_that_would_count_twice(tmp_path: Path) -> None:
             break  # between the two micro-batches
         with pytest.raises(UserError, match="left in the middle of a global batch"):
             next(s.batches(ROWS, collate))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "what"),
+    [
+        (torch.utils.data.DataLoader(ROWS, batch_size=4), "a DataLoader makes batches, .* give its dataset, and its collate_fn as collate"),
+        ({"train": ROWS, "test": ROWS}, "dict is no dataset — its keys are 'train', 'test': give one of its values"),
+        (None, "NoneType is no dataset — give a list"),
+        ("rows.jsonl", "str is no dataset — give a list"),
+    ],
+    ids=["loader", "dictionary", "nothing", "path"],
+)
+def test_what_is_no_dataset(tmp_path: Path, dataset: Any, what: str) -> None:
+    with session(tmp_path) as s:
+        model, _ = s.prepare(build, sgd)
+        with pytest.raises(DataError, match=f"batches: {what}"):
+            next(s.batches(dataset))
+        with pytest.raises(DataError, match=f"evaluate: {what}"):
+            s.evaluate(dataset, collate, lambda batch: loss_of(model, batch))
+        assert len(list(s.batches(dict(enumerate(ROWS)), collate, steps=1))) == 1, "one with the numbers of its rows is read by them"
+
+
+def test_parameters_that_come_after_prepare(tmp_path: Path) -> None:
+    with session(tmp_path) as s:
+        model, optimizer = s.prepare(build, lambda model: torch.optim.SGD([model.weight], lr=0.1))
+        with pytest.raises(UserError, match=r"add_param_group\(\) comes after prepare — give make_optimizer all of them"):
+            optimizer.add_param_group({"params": [model.bias]})
+
+
+def test_one_number_is_a_number_whatever_holds_it(tmp_path: Path) -> None:
+    found = []
+    for shape, weight in (((), 4), ((1,), np.int64(4)), ((1, 1), torch.full((1,), 4))):
+        with session(tmp_path / str(len(found))) as s:
+            model, _ = s.prepare(build, sgd)
+            for batch in s.batches(ROWS, collate, steps=1):
+                s.backward(loss_of(model, batch)[0].reshape(shape), weight)
+                s.step()
+            measured = s.evaluate(ROWS, collate, lambda batch: (loss_of(model, batch)[0].reshape(shape), len(batch[0])))  # noqa: B023
+            found.append((s.losses[""], measured["loss"]))
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(KeyboardInterrupt), session(tmp_path) as s:
+        stepped(s)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert s.stop_flag.requested == signal.SIGINT
+        os.kill(os.getpid(), signal.SIGINT)
+    monkeypatch.setenv("RANK", "0")
+    with session(tmp_path / "launched") as s:  # launchers send a signal that the terminal has sent, too
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_user_s_own_hook_and_an_open_prompt_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(error))
+    session(tmp_path)
+    session(tmp_path)
+    error, mine = ValueError(), UserError("mine")
+    sys.excepthook(ValueError, error, None)
+    assert seen == [error]
+    with pytest.raises(SystemExit) as left:
+        sys.excepthook(UserError, mine, None)
+    assert left.value.code == 2
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    sys.excepthook(UserError, UserError("mine, too"), None)
+    assert seen == [error]
 
 
 def test_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -254,16 +254,19 @@ def gradients(kind: str) -> tuple[list[float], list[float]]:
     alone = copy.deepcopy(module)
     group = dist.group.WORLD
     assert group is not None
+    module.norm.requires_grad_(kind != "thaw")
     spread = Replicated(apply_ddp(module, CopyOptions(), group))
 
-    def back(call: Any, embed: Any, inputs: torch.Tensor, last: bool) -> None:
+    def back(model: Net, call: Any, inputs: torch.Tensor, last: bool) -> None:
+        model.norm.requires_grad_(kind != "thaw" or last)
+        model.layer.bias.requires_grad_(kind != "freeze" or not last)
         if kind == "twice":
             one, other = call(inputs), call(inputs * 2)
             losses = [one.sum(), other.square().sum()]
         elif kind == "none" and last:
             losses = []
         else:
-            losses = [(embed(inputs) if kind == "method" else call(inputs)).square().sum()]
+            losses = [(model.embed(inputs) if kind == "method" else call(inputs)).square().sum()]
         for loss in losses:
             with spread.going_back(loss):
                 loss.backward()
@@ -271,8 +274,8 @@ def gradients(kind: str) -> tuple[list[float], list[float]]:
     for index in range(2):
         inputs = torch.arange(6.0).view(3, 2) + 10 * dist.get_rank() + index
         with spread.micro_batch(last=index == 1):
-            back(spread.module, module.embed, inputs, index == 1)
-        back(alone, alone.embed, inputs, index == 1)
+            back(module, spread.module, inputs, index == 1)
+        back(alone, alone, inputs, index == 1)
     for parameter in alone.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
@@ -281,14 +284,39 @@ def gradients(kind: str) -> tuple[list[float], list[float]]:
     return torch.cat(found).tolist(), torch.cat(expected).tolist()
 
 
-@pytest.mark.parametrize("kind", ["call", "method", "twice", "none"])
+@pytest.mark.parametrize("kind", ["call", "method", "twice", "none", "freeze", "thaw"])
 def test_copies_average_whatever_a_loss_comes_from(kind: str) -> None:
     (mine, expected), (other, _) = run(2, gradients, kind)
     assert mine == other == pytest.approx(expected)
 
 
-def preempted(folder: Path) -> str:
+def be_rank() -> None:
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE="2", LOCAL_RANK=str(dist.get_rank()), LOCAL_WORLD_SIZE="2")
+
+
+def built_before(folder: Path) -> str:
+    be_rank()
+    torch.manual_seed(7)
+    same = build()
+    torch.manual_seed(dist.get_rank())
+    other = build()
+    with session(folder / "same", "ddp") as s:
+        s.prepare(lambda: same, sgd)
+    try:
+        with session(folder / "other", "ddp") as s:
+            s.prepare(lambda: other, sgd)
+    except ModelError as error:
+        return error.line()
+    return ""
+
+
+def test_a_module_that_was_made_before_is_the_same_on_all_ranks(tmp_path: Path) -> None:
+    said = "build: weight is not the same on all ranks — make the module inside of build, which draws from the run's seed"
+    assert run(2, built_before, tmp_path) == [said, said]
+
+
+def preempted(folder: Path) -> str:
+    be_rank()
     try:
         with session(folder, "ddp", asynchronous=False) as s:
             model, _ = s.prepare(build, sgd)

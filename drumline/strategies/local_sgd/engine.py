@@ -22,6 +22,7 @@ from torch import nn
 
 from drumline.core.plan import Plan
 from drumline.dist.reduce import add_up
+from drumline.models.freeze import require_none_late
 from drumline.models.shards import canonical_tensors
 from drumline.parallel.data_parallel import buckets
 from drumline.parallel.native import NativeEngine
@@ -64,6 +65,7 @@ class LocalEngine(NativeEngine):
         return self.shared_norm
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
+        require_none_late(self.model, self.learned)
         # A norm over more gradients than these (of a composite engine) raises each rank's own in proportion.
         super().step(lr, self.own_norm * torch.where(self.shared_norm == 0, 1.0, grad_norm / self.shared_norm), finite)
         self.together = False

@@ -32,6 +32,7 @@ from drumline.core.mesh import share
 from drumline.core.plan import Plan
 from drumline.core.redact import reveal
 from drumline.models.adapters import borrowed
+from drumline.models.freeze import require_none_late
 from drumline.models.head import ForwardWithObjective, any_batch, split
 from drumline.models.packed import scales_of
 from drumline.models.scores import score_head
@@ -126,7 +127,7 @@ class DeepSpeedEngine(ForwardEngine):
     def __init__(self, plan: Plan, model: nn.Module, trainable: dict[str, nn.Parameter], engine: Any) -> None:
         super().__init__(plan, model, Spread(engine, inner=engine.module))
         self.autocast_dtype = None  # its weights lie in the type that they compute in
-        self.named, self.engine = trainable, engine
+        self.named, self.learned, self.engine = trainable, {*trainable}, engine
         self.image_side = getattr(plan.config.algorithm, "image_size", None)
         self.zero = engine.optimizer
         self.data_ranks, self.precision = plan.mesh.data_ranks, plan.precision
@@ -222,6 +223,7 @@ class DeepSpeedEngine(ForwardEngine):
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         """DeepSpeed decides on the host what a step does, so both scalars are read at once."""
+        require_none_late(self.model, self.learned)
         self.statistics.settle(finite)
         if finite:
             return self._step(lr, float(grad_norm))
