@@ -110,11 +110,13 @@ def build_module(
     `make_optimizer`: in place of the plan's. `units`: what FSDP2 gathers by itself, ZeRO-3 fills at once and checkpointing computes
     again (models.blocks.set_blocks). `tp_plan`: name of a module, numbers as `*` → colwise or rowwise. `overlaps`: see native.prepare.
     `unfrozen`: weights that learn although `build` has them frozen.
-    Collective. Raises PlanError for a strategy that a module by itself cannot be spread by.
+    Collective. Raises PlanError for a strategy that a module by itself cannot be spread by, ModelError where ranks build other weights.
     """
     whole = plan.engine == "deepspeed"  # as in `_trained`
     device, checkpoint_keys = ("cpu", frozenset()) if whole else (device, checkpoint_keys)
     model, source = lay_out_spreadable(plan, build, device, units, tp_plan)
+    if isinstance(source, Loaded):
+        require_same(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad or name in unfrozen)
     values = Values(source, device, plan.config.run.seed, checkpoint_keys)
@@ -126,7 +128,7 @@ def lay_out_spreadable(
     plan: Plan, build: Build, device: str, units: Units | None, tp_plan: Mapping[str, str] | None
 ) -> tuple[Module, Source]:
     """A module by itself, laid out, and where its first weights come from. Raises PlanError where it lacks what spreading it as planned
-    requires, ModelError where `build` makes none, or other weights on each rank. Collective."""
+    requires, ModelError where `build` makes none."""
     schedule = plan.pipeline.schedule if plan.pipeline else ""
     lacks = {
         "tp": "tensor parallelism requires a plan: which layers are cut by columns and which by rows" if not tp_plan else "",
@@ -146,8 +148,6 @@ def lay_out_spreadable(
     deepspeed = plan.engine == "deepspeed"
     cut = deepspeed or plan.data_parallel == "fsdp2" or plan.config.strategy.optimizer_shards(plan.mesh) > 1
     require_trainable(model, cut=cut, deepspeed=deepspeed)
-    if isinstance(source, Loaded):
-        require_same(model)
     set_blocks(model, units)
     if unknown := [key for key in tp_plan or () if not any(fnmatchcase(name, key) for name, _ in model.named_modules())]:
         raise PlanError(f"the model has no module {unknown[0]}", where="tp_plan", fix="name modules as model.named_modules() has them")

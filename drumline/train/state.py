@@ -27,7 +27,7 @@ from drumline.telemetry.events import Emit, Nonfinite
 # A fresh fp16 scale of 2^16 may have to halve this often before the first step fits.
 MAX_RESCALES = 20
 LATE = "stream", "spikes"
-PAIRS = "keys and values"  # the only key of a dictionary whose keys are not all texts
+PAIRS = "drumline: keys and values"  # the only key of a dictionary whose keys are not all texts
 SQUARES = "squared_norms"  # a sum of ranks that step by themselves: of their own gradients
 
 
@@ -74,7 +74,7 @@ def unkeyed(value: Any) -> Any:
         return [unkeyed(each) for each in value]
     if not isinstance(value, dict):
         return value
-    return {key: unkeyed(each) for key, each in value.get(PAIRS, value.items())}
+    return {key: unkeyed(each) for key, each in (value[PAIRS] if value.keys() == {PAIRS} else value.items())}
 
 
 @dataclass

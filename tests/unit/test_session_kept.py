@@ -15,7 +15,7 @@ from torch import nn
 
 import drumline
 from drumline.models.containers import each_tensor
-from drumline.train.state import TrainState, keyed
+from drumline.train.state import PAIRS, TrainState, keyed
 from tests.unit.test_session import ROWS, build, collate, loss_of, session, sgd
 
 
@@ -53,7 +53,7 @@ def test_rates_go_on_as_they_were(tmp_path: Path, tensor: bool) -> None:
     assert parts == train(tmp_path / "whole", 5) == ([1.0, 0.5, 0.25, 0.125, 0.0625] if tensor else [1.0, 0.5, 0.5, 0.25, 0.25])
 
 
-@pytest.mark.parametrize("state", [{1: "a", "1": {2: [{3: None}]}}, {"a": {}, "b": [1, "c"]}, {None: 1.5, 0.5: True}])
+@pytest.mark.parametrize("state", [{1: "a", "1": {2: [{3: None}]}}, {"a": {}, "b": [1, "c"], PAIRS: 2}, {None: 1.5, 0.5: True}])
 def test_keys_that_are_numbers_stay_numbers(state: dict[Any, Any]) -> None:
     saved = json.loads(json.dumps(TrainState(stream=state).dump()))
     assert TrainState(**saved).stream == state
