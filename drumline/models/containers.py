@@ -1,4 +1,4 @@
-"""Tensors in whatever holds them: batches, and what models return."""
+"""Tensors in whatever holds them, batches and what models return, and the types of low precision."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from drumline.vendor.torch import tree_map
+
+LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def each_tensor(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
@@ -34,3 +36,14 @@ def _within(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         else:
             object.__setattr__(made, key, new)  # it may be frozen
     return made
+
+
+def lowered(values: Any, precision: str) -> Any:
+    """The same with floating-point tensors in the type of a low `precision`, where weights are kept in it and nothing casts."""
+    dtype = LOW_PRECISION.get(precision)
+    return each_tensor(lambda t: t.to(dtype) if dtype and t.is_floating_point() else t, values)
+
+
+def precise(values: Any) -> Any:
+    """The same with floating-point tensors of less than 32 bits in fp32."""
+    return each_tensor(lambda t: t.float() if t.is_floating_point() and t.itemsize < 4 else t, values)

@@ -20,7 +20,7 @@ from drumline.dist.seeds import derive
 from drumline.errors import ModelError, PlanError
 from drumline.models import adapters
 from drumline.models.blocks import blocks, tensor_plan
-from drumline.models.containers import each_tensor
+from drumline.models.containers import LOW_PRECISION, precise
 from drumline.models.freeze import learning
 from drumline.models.head import ForwardWithObjective
 from drumline.models.kernels import apply_liger
@@ -66,7 +66,6 @@ from drumline.vendor.torch import foreach_mul_
 
 E = TypeVar("E", bound="ForwardEngine")
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
-LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def prepare(
@@ -379,17 +378,6 @@ class NativeEngine(ForwardEngine):
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.stepped.values() if p.grad is not None]
-
-
-def lowered(values: Any, precision: str) -> Any:
-    """The same with floating-point tensors in the type of a low `precision`, where weights are kept in it and nothing casts."""
-    dtype = LOW_PRECISION.get(precision)
-    return each_tensor(lambda t: t.to(dtype) if dtype and t.is_floating_point() else t, values)
-
-
-def precise(values: Any) -> Any:
-    """The same with floating-point tensors of less than 32 bits in fp32."""
-    return each_tensor(lambda t: t.float() if t.is_floating_point() and t.itemsize < 4 else t, values)
 
 
 def whole(name: str, tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:

@@ -20,6 +20,7 @@ from drumline.models.attention import attend_by_documents
 from drumline.models.blocks import Units, blocks, set_blocks
 from drumline.models.build import lay_out
 from drumline.models.classes import LM
+from drumline.models.containers import LOW_PRECISION
 from drumline.models.freeze import freeze, give_fp32, keep_low
 from drumline.models.head import require_next_token, shares_prompts
 from drumline.models.own import require_same, require_trainable
@@ -27,7 +28,7 @@ from drumline.models.packed import pack
 from drumline.models.shards import Loaded, Source, Values
 from drumline.models.tape import Build, lay_out_module
 from drumline.parallel.engine import POLICY, CompositeEngine, Engine, OpenEngine, of_role
-from drumline.parallel.native import LOW_PRECISION, ForwardEngine, NativeEngine, prepare
+from drumline.parallel.native import ForwardEngine, NativeEngine, prepare
 from drumline.parallel.optimizer import MakeOptimizer
 from drumline.parallel.transforms import gathered_in, recomputed_by_blocks
 from drumline.telemetry.memory_tracker import MemoryStats

@@ -20,12 +20,12 @@ from drumline.dist.seeds import derive
 from drumline.errors import DataError
 from drumline.models import adapters
 from drumline.models.build import lay_out
+from drumline.models.containers import LOW_PRECISION
 from drumline.models.load import load_config
 from drumline.models.scores import language_weights
 from drumline.models.shards import Values
 from drumline.models.tokenizer import load_tokenizer
 from drumline.parallel.engine import Engine
-from drumline.parallel.native import LOW_PRECISION
 from drumline.rl.build import generator, greedy
 from drumline.rl.generate import Completion, Generator, Request, Together, generate_together
 from drumline.telemetry.events import Emit

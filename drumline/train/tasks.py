@@ -17,7 +17,7 @@ from drumline.core.run import EvalConfig
 from drumline.dist.reduce import from_all
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from drumline.foreign import expanded, first_line, require_package
-from drumline.parallel.native import LOW_PRECISION
+from drumline.models.containers import LOW_PRECISION
 from drumline.rl.generate import generating, place
 from drumline.train.state import due
 

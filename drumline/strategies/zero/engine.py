@@ -32,6 +32,7 @@ from drumline.core.mesh import share
 from drumline.core.plan import Plan
 from drumline.core.redact import reveal
 from drumline.models.adapters import borrowed
+from drumline.models.containers import LOW_PRECISION, lowered, precise
 from drumline.models.freeze import require_none_late
 from drumline.models.head import ForwardWithObjective, any_batch, split
 from drumline.models.packed import scales_of
@@ -39,7 +40,7 @@ from drumline.models.scores import score_head
 from drumline.models.shards import Values, all_tensors, canonical_tensors, extra_states, set_extra_states
 from drumline.parallel.data_parallel import Spread
 from drumline.parallel.engine import DeviceSums, added
-from drumline.parallel.native import LOW_PRECISION, ForwardEngine, lowered, precise
+from drumline.parallel.native import ForwardEngine
 from drumline.parallel.optimizer import MakeOptimizer, make_state, new_optimizer
 from drumline.parallel.plain import Plain, modes_kept
 from drumline.parallel.transforms import agree_on_statistics, apply_compile, apply_memory, apply_sync_batchnorm

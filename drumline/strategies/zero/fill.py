@@ -10,8 +10,8 @@ from torch import nn
 from drumline.core.plan import Plan
 from drumline.errors import PlanError
 from drumline.models.blocks import blocks
+from drumline.models.containers import LOW_PRECISION
 from drumline.models.shards import Values
-from drumline.parallel.native import LOW_PRECISION
 
 
 class InTurn(nn.Module):
