@@ -133,7 +133,7 @@ class Lease:
 
     def _keep(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
-            with suppress(OSError):  # a full disk, a host that does not answer: tried again in two seconds
+            with suppress(OSError, EnvironmentFault):  # a full disk, a host that does not answer: tried again in two seconds
                 self._renew()
                 self._stop_if_requested()
 
@@ -157,7 +157,7 @@ class Lease:
 
     def _stop_if_requested(self) -> None:
         """As by a signal to this process: its ranks, or this rank with the rest, save."""
-        if (self.run_dir / STOP).read_text() == self.token:
+        if _read(self.run_dir / STOP) == self.token.encode():
             (self.run_dir / STOP).unlink()
             os.kill(os.getpid(), signal.SIGTERM)
 

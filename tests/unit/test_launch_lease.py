@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 from drumline.core.process import ProcessId, here, named, process, this_process
 from drumline.errors import EnvironmentFault
 from drumline.launchers import lease
-from drumline.launchers.lease import NAME, Lease, has_lease
+from drumline.launchers.lease import NAME, STOP, Lease, has_lease
 
 pytestmark = pytest.mark.slow
 
@@ -190,6 +190,17 @@ def test_a_holder_that_lost_it_ends(tmp_path: Path) -> None:
             process.kill()
         assert "taken over by pid" in process.stderr.read()
     assert "elsewhere" in (tmp_path / "run" / NAME).read_text()
+
+
+@pytest.mark.parametrize("make", [lambda path: path.write_bytes(b"\xff\xfe"), Path.mkdir, os.mkfifo], ids=["bytes", "folder", "pipe"])
+def test_it_is_renewed_whatever_is_in_the_place_of_a_request_to_stop(make: Callable[[Path], object], tmp_path: Path) -> None:
+    with Lease(tmp_path / "run") as held:
+        make(tmp_path / "run" / STOP)
+        time.sleep(0.3)
+        before, until = held.path.read_bytes(), time.monotonic() + 30
+        while held.path.read_bytes() == before:
+            assert time.monotonic() < until, "its counter stands still"
+            time.sleep(0.05)
 
 
 def test_it_comes_back_when_somebody_removes_it(tmp_path: Path) -> None:
