@@ -6,6 +6,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from drumline.core import network
 from drumline.errors import ConfigError
 from drumline.launchers.environment import listen
 from drumline.strategies.diloco import links
-from drumline.strategies.diloco.links import Peers
+from drumline.strategies.diloco.links import Message, Peers
+from drumline.strategies.diloco.peers import PeersEngine
 
 PLACE = (5, 7)  # outer steps, and what they came to
 
@@ -98,6 +101,22 @@ def test_another_secret_is_told(group: Group) -> None:
     group.join(1)
     with pytest.raises(ConfigError, match=f"{group.names[0]}: it has another strategy.secret"):
         group.join(2, secret="fife")
+
+
+def test_who_leads_as_its_leader_goes_begins_no_outer_step_without_a_step_of_its_own(group: Group) -> None:
+    """It has just been sent the state, which its weights are then."""
+    engine: Any = object.__new__(PeersEngine)
+    engine.peers = Peers(group.names, "drum", {"seed": 1}, lambda: PLACE, lambda message: None)
+    engine.outer = SimpleNamespace(sends=lambda step: 0, delay=1, bits=32, peers=group.names)
+    engine.weights, engine.anchors, engine.moments = ([torch.zeros(4)] for _ in range(3))
+    engine.fragments, engine.whole = [(engine.weights, engine.anchors, engine.moments)], 1
+    engine.steps, engine.waited, engine.rounds, engine.used, engine.came, engine.pending = 50, 0.0, 2, {0: 0}, {}, {}
+    engine.peers.inbox.put(Message({"kind": "state", "round": 3}, torch.zeros(32, dtype=torch.uint8)))
+    engine.after_step()
+    assert engine.rounds == 3 and not engine.pending
+    engine.steps += 1
+    engine.after_step()
+    assert {number: round_.own[0] for number, round_ in engine.pending.items()} == {4: 1}
 
 
 def test_a_host_whose_own_name_is_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,8 @@ class PeersEngine(StreamingEngine):
             for number, round_ in list(self.pending.items()):
                 if self.steps - round_.at >= self.outer.delay:
                     self._close(number)
-            if (fragment := self.outer.sends(self.steps - 1)) is not None:
+            fragment = self.outer.sends(self.steps - 1)
+            if fragment is not None and self.steps > self.used[fragment]:  # else it has just been sent the state, by one that has gone
                 number = self.rounds + len(self.pending) + 1
                 self.pending[number] = Round(fragment, self.steps, self._own(number, fragment))
                 peers.gives[number] = {}
