@@ -76,10 +76,10 @@ def launch(
     options, run_dir = plan.config.launch, Path(plan.run_dir)
     events_path = run_dir / "events.jsonl"
     ranks = ranks or LocalRanks(plan.mesh.world_size, options.port, options.grace_seconds, early)
-    restarts, before = Restarts(options.max_restarts), len(read(events_path))
+    restarts, before, attempt = Restarts(options.max_restarts), len(read(events_path)), -1
     with LauncherSignals(trial) as signals, tail(events_path, on_event):
         while True:
-            past, attempt = len(read(events_path)), next_attempt(run_dir)
+            past, attempt = len(read(events_path)), max(attempt + 1, next_attempt(run_dir))  # the folder may show a new name late
             rank = [worker, str(plan_path), *(["--resume", resume] if resume else [])]
             ends = ranks.attempt(rank, run_dir / "logs" / f"attempt-{attempt}", signals)
             signals.raise_swallowed()

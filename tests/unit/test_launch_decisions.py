@@ -259,9 +259,11 @@ class DiesOnce:
 
     def __init__(self) -> None:
         self.starts: list[list[str]] = []
+        self.logs: list[str] = []
 
     def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
         self.starts.append(rank[2:])
+        self.logs.append(logs.name)
         return [ended(0, -9) if len(self.starts) == 1 else ended(0, 0)]
 
 
@@ -271,3 +273,4 @@ def test_a_restart_goes_on_from_where_the_run_was_to_begin(tmp_path: Path) -> No
     EventLog(tmp_path / "events.jsonl").emit(Save(step=8, path="there", error=None, seconds=1.0, bytes=1, blocked_seconds=0.0))
     assert launch(Plan.load(plan_path), plan_path, "/x/step-00000004", lambda event: None, ranks=ranks) == 0
     assert ranks.starts == [["--resume", "/x/step-00000004"]] * 2
+    assert ranks.logs == ["attempt-0", "attempt-1"], "also where the first has left no folder, or it is seen late"
