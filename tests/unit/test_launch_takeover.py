@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,6 +131,14 @@ def test_an_heir_need_not_look_for_as_long_as_its_agent_has(tmp_path: Path, monk
     run = write(tmp_path / "run", token="dead", host="elsewhere")
     with Lease(run, ("10.0.0.2", 7), "dead", (lease.text_of(run), time.monotonic() - 3600.0)):
         assert place_of(run) == ("10.0.0.2", 7)
+
+
+def test_an_agent_that_is_told_to_end_looks_for_no_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    heir = Heir({"name": "b", "secret": "s"}, "127.0.0.1")
+    heir.known = {"run_dir": str(tmp_path), "members": dict.fromkeys("ab"), "host": "a", "shared": False}
+    looks = iter([0, signal.SIGTERM, signal.SIGTERM])
+    assert heir.find(lambda: next(looks)) is None
+    assert "found no launcher" not in capsys.readouterr().err
 
 
 @pytest.fixture

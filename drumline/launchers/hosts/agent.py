@@ -188,7 +188,7 @@ def main() -> None:
     heir = Heir(settings, link.address) if link is not None and settings.get("elastic") else None
     with LauncherSignals() as signals:
         while link is not None and not Host(link, settings, signals, heir).serve() and heir is not None:
-            link = None if signals.number else heir.find()
+            link = heir.find(lambda: signals.number)
     raise SystemExit(1 if link is None else heir.close() if heir is not None else 0)
 
 

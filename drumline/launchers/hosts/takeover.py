@@ -11,6 +11,7 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -94,11 +95,11 @@ class Heir:
                     self._frozen = text, time.monotonic()
             time.sleep(LOOK_SECONDS)
 
-    def find(self) -> Link | None:
-        """The launcher that goes on; None where there is none in time."""
+    def find(self, stopped: Callable[[], int]) -> Link | None:
+        """The launcher that goes on; None where there is none in time, or at a signal."""
         until = time.monotonic() + FIND_SECONDS * (1 + self.known["shared"])
         turn = time.monotonic() + TURN_SECONDS * self._place_in_line() + (0 if self.known["shared"] else FREE_SECONDS)
-        while time.monotonic() < until and not self._ended():
+        while time.monotonic() < until and not stopped() and not self._ended():
             with suppress(OSError, EnvironmentFault):
                 place = self._launcher_place()
                 if place is not None:
@@ -110,7 +111,8 @@ class Heir:
                 with suppress(OSError, EnvironmentFault):
                     self._start()
             time.sleep(LOOK_SECONDS)
-        self._note(f"error: host {self.settings['name']} found no launcher that goes on with {self.known['run_dir']}" + self._why())
+        if not stopped():
+            self._note(f"error: host {self.settings['name']} found no launcher that goes on with {self.known['run_dir']}" + self._why())
         return None
 
     def _place_in_line(self) -> int:
