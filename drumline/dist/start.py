@@ -21,6 +21,7 @@ import torch.distributed.distributed_c10d as c10d
 from drumline.core.munge import SECRET, seal, unseal
 from drumline.core.network import CHOOSE, addresses, interface_of, interface_to, is_loopback
 from drumline.core.process import SECRET_COMES
+from drumline.core.sockets import for_store
 from drumline.dist.roll_call import RollCall
 from drumline.errors import EnvironmentFault
 from drumline.foreign import first_line
@@ -81,7 +82,7 @@ def rendezvous() -> dist.Store:
             # The store has no authentication and would listen on all interfaces.
             six = host == "::1"
             listener = socket.create_server((host if six else "127.0.0.1", port), family=socket.AF_INET6 if six else socket.AF_INET)
-            tcp = dist.TCPStore(host, port, ranks.world_size, True, CONNECT, False, master_listen_fd=listener.detach(), use_libuv=False)
+            tcp = dist.TCPStore(host, port, ranks.world_size, True, CONNECT, False, master_listen_fd=for_store(listener), use_libuv=False)
         elif listens:
             tcp = dist.TCPStore(host, port, ranks.world_size, True, CONNECT, False)
         else:

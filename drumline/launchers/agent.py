@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 from drumline.core.process import PIPE, SECRET_COMES, exit_code, is_suspended
 from drumline.core.signals import LauncherSignals
+from drumline.core.sockets import for_store
 from drumline.errors import NotSaved
 from drumline.hardware.detect import Groups, usable_cores
 from drumline.launchers.early import EarlyRanks
@@ -67,7 +68,7 @@ def open_store(listener: socket.socket) -> TCPStore:
     """
     address, port = listener.getsockname()[:2]
     # torch's newer libuv server cannot be given a socket, and without one it would listen on all interfaces.
-    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=False)
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=for_store(listener), use_libuv=False)
 
 
 class _Meeting(RendezvousHandler):

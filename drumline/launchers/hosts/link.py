@@ -11,7 +11,6 @@ import hashlib
 import hmac
 import json
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,8 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from multiprocessing.context import AuthenticationError
 from typing import Any
+
+from drumline.core.sockets import wait_at_most
 
 BEAT_SECONDS = 1.0
 AGENT_SECONDS = 4.5  # since an agent sent the newest beat that the launcher has heard: then it kills its ranks
@@ -98,14 +99,14 @@ def answer(connected: socket.socket, secret: str, seconds: float | None = None) 
 def _limited(connected: socket.socket, seconds: float = HANDSHAKE_SECONDS) -> Connection:
     """One that waits for an answer no longer than a handshake may take."""
     connected.settimeout(None)
-    _wait_at_most(connected, seconds)
+    wait_at_most(connected, seconds)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Connection(connected.detach())
 
 
 def _unlimited(connection: Connection) -> Link:
     with _socket(connection) as ends:
-        _wait_at_most(ends, 0.0)
+        wait_at_most(ends, 0.0)
     return Link(connection)
 
 
@@ -117,13 +118,6 @@ def _socket(connection: Connection) -> Iterator[socket.socket]:
         yield ends
     finally:
         ends.detach()
-
-
-def _wait_at_most(ends: socket.socket, seconds: float) -> None:
-    """Of each read and write of a socket, also by its number; 0: for ever."""
-    limit = struct.pack("@ll", int(seconds), 0)
-    for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        ends.setsockopt(socket.SOL_SOCKET, direction, limit)
 
 
 def store_secret(secret: str, attempt: str) -> str:

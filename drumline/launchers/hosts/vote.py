@@ -9,14 +9,14 @@ trial votes: who cannot win does not raise the term).
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+from drumline.core.sockets import each_caller
 from drumline.launchers.environment import listen
-from drumline.launchers.hosts.link import SILENT_SECONDS, Message, answer, call
+from drumline.launchers.hosts.link import SILENT_SECONDS, Link, Message, answer, call
 
 ASK_SECONDS = 2.0
 MOST_AT_ONCE = 64
@@ -119,15 +119,12 @@ class Voter:
         return {name: each for (name, _), each in zip(rest, answers, strict=True) if each is not None}
 
     def _accept(self) -> None:
-        while True:
-            connected, _ = self._listener.accept()
-            threading.Thread(target=self._hear, args=(connected,), daemon=True, name="drumline-vote").start()
+        each_caller(self._listener, lambda connected: answer(connected, self.secret, ASK_SECONDS), self._hear)
 
-    def _hear(self, connected: socket.socket) -> None:
-        if (link := answer(connected, self.secret, ASK_SECONDS)) is not None:
-            if (question := link.receive()) is not None:
-                link.send(self.answer(question))
-            link.close()
+    def _hear(self, link: Link) -> None:
+        if (question := link.receive()) is not None:
+            link.send(self.answer(question))
+        link.close()
 
 
 def majority(votes: int, of: int) -> bool:

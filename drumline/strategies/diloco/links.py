@@ -13,7 +13,6 @@ import json
 import logging
 import queue
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -25,12 +24,14 @@ from typing import Any, NamedTuple
 import torch
 
 from drumline.core.network import addresses, is_here, is_loopback
+from drumline.core.sockets import each_caller, wait_at_most
 from drumline.errors import ConfigError
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 3.0  # between two looks for a leader
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30  # for an answer to a greeting: the other may be inside of an optimizer step
+READS = (socket.SO_RCVTIMEO,)  # how long a write may take is for SILENT_SECONDS
 SILENT_SECONDS = 10  # since a host that is sent to has answered, or its kernel: then it is gone
 MOST_WAITING = 200  # messages to one host; one that takes none is given up
 LONGEST = 2**36  # bytes of a message
@@ -69,7 +70,7 @@ class Link:
     def no_limit(self) -> None:
         """From now on the next message may take as long as it takes."""
         with socket.socket(fileno=self._connection.fileno()) as ends:
-            _wait_at_most(ends, 0)
+            wait_at_most(ends, 0, READS)
             ends.detach()
 
     def close(self) -> None:
@@ -102,7 +103,7 @@ def greet(connected: socket.socket, secret: bytes, calls: bool) -> Connection:
         if hasattr(socket, option):  # some are Linux's
             connected.setsockopt(socket.SOL_SOCKET if option[:2] == "SO" else socket.IPPROTO_TCP, getattr(socket, option), value)
     connected.settimeout(None)
-    _wait_at_most(connected, ANSWER_SECONDS)
+    wait_at_most(connected, ANSWER_SECONDS, READS)
     connection = Connection(connected.detach())
     try:
         for challenge in (answer_challenge, deliver_challenge) if calls else (deliver_challenge, answer_challenge):
@@ -113,11 +114,6 @@ def greet(connected: socket.socket, secret: bytes, calls: bool) -> Connection:
             raise WrongSecret("it has another strategy.secret") from error
         raise ConnectionError("who is there is none of ours") from error
     return connection
-
-
-def _wait_at_most(ends: socket.socket, seconds: int) -> None:
-    """Of each read of a socket, also by its number; 0: for ever."""
-    ends.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, 0))
 
 
 def listen(peers: list[str]) -> tuple[int, socket.socket]:
@@ -241,15 +237,9 @@ class Peers:
     # ------------------------------------------------------------------------------------------------------------- to lead
 
     def _listen(self) -> None:
-        while True:
-            connected, _ = self.listener.accept()
-            threading.Thread(target=self._answer, args=(connected,), daemon=True, name="drumline-peer").start()
+        each_caller(self.listener, lambda connected: Link(greet(connected, self.secret, calls=False)), self._answer)
 
-    def _answer(self, connected: socket.socket) -> None:
-        try:
-            link = Link(greet(connected, self.secret, calls=False))
-        except OSError:
-            return
+    def _answer(self, link: Link) -> None:
         greeting = link.receive()
         if greeting is None:
             return link.close()
