@@ -46,7 +46,7 @@ class HostRanks(Agent):
     def _settle(self) -> None:
         if not self.elsewhere:
             ended = {code for code in self._exitcodes().values() if code}
-            self.link.send({"failed": sorted(ended or {1})})  # none: one that has raised hangs
+            self.link.send({"failed": sorted(ended or {1}), "attempt": self.logs.name})  # none: one that has raised hangs
         super()._settle()
 
 
@@ -73,13 +73,13 @@ class Host:
         self.link.send({"hello": self.settings["name"], **facts(), "process": this_process().name, "votes": votes})
         while (order := self.orders.get()) is not None:
             if order["do"] == "check":
-                self.link.send({"checked": self._check(order)})
+                self.link.send({"checked": self._check(order), "of": order["id"]})
             elif order["do"] == "know" and self.heir is not None:
-                self.link.send({"known": self.heir.confirm(order)})
+                self.link.send({"known": self.heir.confirm(order), "of": order["id"]})
             elif order["do"] == "start":
                 if self.heir is not None:
                     self.heir.settle()
-                self.link.send(self._start(order))
+                self.link.send({**self._start(order), "attempt": order["attempt"]})
         lost = self.gone.is_set() and not self.ended
         self.gone.set()
         return not lost

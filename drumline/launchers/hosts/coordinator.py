@@ -6,11 +6,11 @@ One instance is the `Ranks` of `launchers.local.launch`, which decides about res
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import secrets
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from drumline.core.network import handed_on
 from drumline.core.redact import withheld
 from drumline.core.signals import Interrupted, LauncherSignals
+from drumline.core.sockets import each_caller, stop_listening
 from drumline.errors import EnvironmentFault
 from drumline.launchers.environment import listen
 from drumline.launchers.hosts.link import IDLE_SECONDS, SILENT_SECONDS, Link, Message, answer
@@ -75,6 +76,8 @@ class Hosts:
         self.inbox = queue.SimpleQueue[tuple[Remote, Message]]()
         self._listener = listen(None if port is None else port + 1, address)
         self._ended, self._begun = threading.Event(), False
+        self._lock = threading.RLock()  # whoever changes which agent a host has, has it
+        self._questions = itertools.count()
         self.since: float | None = None  # monotonic seconds of the first start of ranks
         for work in (self._accept, self._watch):
             threading.Thread(target=work, daemon=True, name=f"drumline-hosts{work.__name__}").start()
@@ -114,8 +117,8 @@ class Hosts:
 
     def begin(self, remote: Remote) -> None:
         """Start the agent of a host that has none."""
-        remote.facts = {}
-        self.starter.start(remote.name, self._settings(remote.name))
+        if remote.link is None:  # it may have called by itself meanwhile
+            self.starter.start(remote.name, self._settings(remote.name))
 
     def _settings(self, name: str) -> Message:
         environment = {**handed_on(os.environ), **withheld()}
@@ -123,65 +126,61 @@ class Hosts:
         return {**where, "env": environment, "interface": self.interface, "peers": self.peers}
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connected, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._hear, args=(connected,), daemon=True, name="drumline-host").start()
+        each_caller(self._listener, lambda connected: answer(connected, self.secret), self._hear)
 
-    def _hear(self, connected: socket.socket) -> None:
+    def _hear(self, link: Link) -> None:
         """One agent, as long as it is there."""
-        link = answer(connected, self.secret)
-        if link is None:
-            return
         while (hello := link.receive()) is not None and "beat" in hello:
             link.send({"beat": hello["beat"]})
         remote = self.remotes.get(str(hello["hello"])) if hello is not None and "hello" in hello else None
-        if hello is not None and remote is not None and (older := remote.link) is not None:
-            if hello["process"] == remote.facts["process"]:
-                self._lose(remote, older, "its agent has called again")
-            else:
-                link.send({"do": "end"})
-        if hello is None or remote is None or remote.link is not None:
-            link.close()
-            return
-        remote.shift, remote.gone = float("inf"), ""
-        remote.facts, remote.link = hello, link
+        if hello is None or remote is None:
+            return link.close()
+        with self._lock:
+            if (older := remote.link) is not None and hello["process"] == remote.facts.get("process"):
+                self.lose(remote, older, "its agent has called again")
+            if comes := remote.link is None:
+                remote.shift, remote.gone = float("inf"), ""
+                remote.facts, remote.link = hello, link
+        if not comes:
+            link.send({"do": "end"})
+            return link.close()
         while (message := link.receive()) is not None:
             if "beat" in message:
                 link.send({"beat": message["beat"]})
                 remote.shift = min(remote.shift, time.time() - message["clock"])
             else:
                 self.inbox.put((remote, message))
-        self._lose(remote, link, "the agent of its host has ended")
+        self.lose(remote, link, "the agent of its host has ended")
 
-    def _lose(self, remote: Remote, link: Link, why: str) -> None:
+    def lose(self, remote: Remote, link: Link, why: str) -> None:
+        """Give up an agent, unless its host has another by now."""
         link.close()
-        if remote.link is link:
-            remote.heard = time.time() - (time.monotonic() - link.heard)
-            remote.link, remote.gone = None, why
+        with self._lock:
+            if remote.link is link:
+                remote.heard = time.time() - (time.monotonic() - link.heard)
+                remote.link, remote.gone = None, why
 
     def _watch(self) -> None:
         while not self._ended.wait(LOOK_SECONDS):
             limit, since = (IDLE_SECONDS, 0.0) if self.since is None else (SILENT_SECONDS, self.since)
             for remote in self.remotes.values():
                 if (link := remote.link) is not None and time.monotonic() - max(link.heard, since) > limit:
-                    self._lose(remote, link, CUT_OFF)
+                    self.lose(remote, link, CUT_OFF)
 
     # ------------------------------------------------------------------------------------------------------------ asking
 
     def ask(self, order: Message, key: str, only: Sequence[str] | None = None) -> dict[str, Any]:
         """Host that is there → its answer; `only`: of these. Raises EnvironmentFault for a host that gives none."""
         answers, there = dict[str, Any](), self.there() if only is None else only
+        number = next(self._questions)
         for name in there:
             if (link := self.remotes[name].link) is not None:
-                link.send(order)
+                link.send({**order, "id": number})
         until = time.monotonic() + REPLY_SECONDS
         while len(answers) < len(there):
             remote, message = self.next_message()
             if remote is not None:
-                if key in message:
+                if key in message and message.get("of") == number:  # else it answers an earlier question
                     answers[remote.name] = message[key]
                 continue
             for name in there:
@@ -243,7 +242,7 @@ class Hosts:
         for remote in self.remotes.values():
             if (link := remote.link) is not None:
                 link.close()
-        self._listener.close()
+        stop_listening(self._listener)
 
 
 def lost(rank: int, why: str, logs: Path, host: str, at: float | None = None) -> RankEnd:
@@ -287,7 +286,10 @@ class Attempt:
             remote, message = hosts.next_message()
             if remote is None:
                 self._look()
+            elif message.get("attempt") != self.logs.name:  # an earlier one, or an answer that nobody waits for
+                continue
             elif "refused" in message:
+                self._failed(remote, [1])
                 raise EnvironmentFault(f"host {remote.name} {message['refused']}", where="launch.hosts", fix="open it, or name another")
             elif "failed" in message:
                 self._failed(remote, message["failed"])

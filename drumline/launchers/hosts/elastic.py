@@ -55,6 +55,7 @@ class ElasticHosts(Hosts):
         self.members = dict[str, Any](self.known.get("members", {}))  # that took part last, and where each votes
         self.before = dict[str, Any](self.known.get("before", {}))  # the same of the list before, if not all had confirmed the last
         self._number = 0  # of their list
+        self._last = -1  # number of the newest attempt
         self.compared = dict[str, Link | None]()  # host → its agent that was the same
         self._refused = set[str]()  # hosts that came and differ
         self._fitted = list[str]()  # the hosts that were there when those that take part were chosen
@@ -118,6 +119,10 @@ class ElasticHosts(Hosts):
         self._events = logs.parents[1] / "events.jsonl"
         while True:
             self._fit(signals)
+            if not self.counts.keys() <= {*self._same()}:
+                continue  # one was lost while the plan was made
+            self._last = max(self._last + 1, int(logs.name.removeprefix("attempt-")))
+            logs = logs.with_name(f"attempt-{self._last}")
             self._require_right()
             self._agree(rank)
             self._past, self._named = len(read(self._events)), rank[3:] not in ([], ["newest"])
@@ -130,7 +135,6 @@ class ElasticHosts(Hosts):
             if signals.number or not saved or not (attempt.paused or self._without(attempt.leaving)):
                 return ends
             rank = [*rank[:2], "--resume", "newest"]
-            logs = logs.with_name(f"attempt-{int(logs.name.removeprefix('attempt-')) + 1}")
 
     def _without(self, leaving: set[str]) -> bool:
         """Whether hosts leave that got a signal from somebody else, and enough are there without them."""
@@ -146,21 +150,23 @@ class ElasticHosts(Hosts):
         """Send an agent away."""
         if (link := remote.link) is not None:
             link.send({"do": "end"})
-            link.close()
-            remote.link = None
+            self.lose(remote, link, "")
 
     def _fit(self, signals: LauncherSignals) -> None:
         """Choose who takes part, as many as there is a plan for. Raises EnvironmentFault where too few hosts come in time."""
         until = time.monotonic() + BACK_SECONDS
-        while len(there := self.there()) < self.least:
+        while True:
+            if len(there := self.there()) >= self.least:
+                self._refuse([name for name in there if name not in self._same()])
+                self._fitted = there = self._same()  # some may be lost, or differ
+                if len(there) >= self.least:
+                    break
             if signals.number:
                 raise Interrupted(signals.number)
             if time.monotonic() > until:
                 self._abdicate()
                 raise EnvironmentFault(f"{len(there)} of at least {self.least} hosts are there", where="launch.nodes")
             time.sleep(LOOK_SECONDS)
-        self._refuse([name for name in there if name not in self._same()])
-        self._fitted = there = self._same()
         if set(there) == self.counts.keys():
             return
         before = list(self.counts)
@@ -168,8 +174,9 @@ class ElasticHosts(Hosts):
         order = [name for name in before if name in there] + [name for name in there if name not in before]
         order.sort(key=lambda name: name != self.own)
         for number in range(min(len(order), self.most), self.least - 1, -1):
-            self.counts = {name: self.size(name) for name in order[:number]}
-            if self.resize(sum(self.counts.values())):
+            counts = {name: self.size(name) for name in order[:number]}
+            if self.resize(sum(counts.values())):
+                self.counts = counts
                 if list(self.counts) != before:
                     say(f"note: goes on with {number} of {len(self.remotes)} hosts: {', '.join(self.counts)}")
                 return
@@ -188,7 +195,8 @@ class ElasticHosts(Hosts):
         known = {**self.run, "host": self.own, "shared": self.shared, "term": self.term, "number": self._number, "files": files}
         members = {name: self.remotes[name].facts["votes"] for name in self.counts}
         known |= {"members": members, "before": self.members, "resume": "".join(rank[3:]) or None}
-        for name, mistake in self.ask({"do": "know", **known}, "known", self._same()).items():
+        voters = list(dict.fromkeys([*self.counts, *self._same()]))  # all who take part, though one is lost by now
+        for name, mistake in self.ask({"do": "know", **known}, "known", voters).items():
             if mistake:
                 raise EnvironmentFault(f"host {name}: {mistake}", where="launch.nodes")
         self.members, self.before = members, {}
