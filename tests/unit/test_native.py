@@ -139,9 +139,9 @@ def test_weights_are_gathered_in_fp8_with_scales_of_their_own(model_dir: Path, k
     try:
 
         def require_own_scales() -> None:
-            weights: list[Any] = [
-                vars(p)["_local_tensor"] for name, p in made.named.items() if "_proj" in name
-            ]  # to_local gives one without its scale
+            named: dict[str, Any] = {**made.named}
+            # to_local gives one without its scale
+            weights = [p._local_tensor for name, p in named.items() if "_proj" in name]
             scales = [torch.finfo(torch.float8_e4m3fn).max / float(weight.detach().abs().max()) for weight in weights]
             assert [float(weight._precomputed_scale) for weight in weights] == pytest.approx(scales, rel=1e-5)
 
