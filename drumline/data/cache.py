@@ -44,8 +44,13 @@ class TokenCache:
     """A prepared dataset. Opening it reads a few kilobytes, whatever its size; any number of processes share its pages."""
 
     def __init__(self, folder: Path, info: dict[str, Any]) -> None:
-        def array(name: str) -> Any:
-            return np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+        def array(name: str, again: int = 9) -> Any:
+            try:
+                return np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+            except SystemError:  # numpy reads a header by `ast`, of which another thread disturbs it (python/cpython#106905)
+                if not again:
+                    raise
+                return array(name, again - 1)
 
         self.folder, self.info = folder, info
         self._tokens = np.memmap(folder / "tokens.bin", info["dtype"], "r")
