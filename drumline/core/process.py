@@ -252,6 +252,15 @@ def unwarned() -> Iterator[None]:
         yield
 
 
+def in_a_fork(holds: Callable[[], bool]) -> bool:
+    """Whether something holds in a fork of this process."""
+    with unwarned():
+        child = os.fork()
+    if child == 0:
+        os._exit(int(not holds()))
+    return os.waitpid(child, 0)[1] == 0
+
+
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Around imports: they make much and drop little, and a fifth of their time is Python's collector, which looks at all of it again and

@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
@@ -259,6 +260,13 @@ def find_function(name: str, group: str, base_dir: Path, where: str, thing: str,
     return function
 
 
+class _Source(SourceFileLoader):
+    """Without Python's cache, which takes a file for the one before if it has as many bytes and was written within the same second."""
+
+    def path_stats(self, path: Any) -> Any:
+        raise OSError("no cache is asked")
+
+
 def _file(path: Path, where: str) -> ModuleType:
     if not path.is_file():
         candidates = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
@@ -267,7 +275,7 @@ def _file(path: Path, where: str) -> ModuleType:
     text = path.read_bytes()
     if (known := sys.modules.get(name)) is not None and vars(known).get(TEXT) == text:
         return known  # whatever keys name it mean the same classes; one that was written anew is run anew
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Source(name, str(path)))
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up there

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import IO, Any, Self
 
 from drumline.core.config import Config
-from drumline.core.process import Early, uncollected, unwarned
+from drumline.core.process import Early, in_a_fork, uncollected
 from drumline.core.resolve import default_processes
 from drumline.hardware.detect import likely_gpus, usable_cores
 
@@ -73,8 +73,4 @@ def _forks_have_gpus() -> bool:
     """Whether a fork of this process may use the GPUs, by one that looks: torch lets none where CUDA was asked anything before."""
     from drumline.vendor.torch import is_in_bad_fork
 
-    with unwarned():
-        child = os.fork()
-    if child == 0:
-        os._exit(int(is_in_bad_fork()))
-    return os.waitpid(child, 0)[1] == 0
+    return in_a_fork(lambda: not is_in_bad_fork())
