@@ -80,7 +80,7 @@ class Replicated(Spread):
         self.ddp, self.compressor = module, compressor
         self.records_graph = module.static_graph
         self.by_hand = BucketedAllReduce(module.module, module.process_group)
-        self.learned = learning(self.inner)
+        self.learned = self.by_hand.learned
         self.called = self.averaged = self.reported = False  # since the last backward; by the last backward; in the log
         self.last, self.clock, self.device = False, self.by_hand.clock, next(module.parameters()).device.type
         module.register_forward_pre_hook(self._note_call)

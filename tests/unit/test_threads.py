@@ -50,7 +50,7 @@ def try_a_kernel(folder: Path) -> None:
 
 @pytest.mark.parametrize("work", [save, roll_out, collate, try_a_kernel])
 def test_a_thread_begins_on_its_ranks_gpu(work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what torch is told, since this machine may have none."""
+    """The calls that torch gets show it: this machine may have no GPU."""
     began: list[tuple[int, bool]] = []
     first = threading.main_thread()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
