@@ -97,10 +97,9 @@ def letters(prompt: str, completion: str, letter: str, **_: Any) -> float:
     return completion.count(letter) / max(1, len(completion))
 
 
-KTO = "tests.kto:KTOConfig"
 ROWS = {
     **dict.fromkeys(("reward", "dpo", "orpo", "simpo"), pair_rows),
-    **dict.fromkeys((KTO, "kto"), judged_rows),
+    **dict.fromkeys(("kto", "npo"), judged_rows),
     "ppo": prompt_rows,
     "grpo": prompt_rows,
 }

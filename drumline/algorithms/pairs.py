@@ -10,12 +10,13 @@ import torch
 from drumline.algorithms.base import LossOut, Referenced
 from drumline.data.batches import IGNORE
 
-METRICS = ("accuracy", "margin", "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected")
+REWARDS = ("reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected")
+METRICS = ("accuracy", "margin", *REWARDS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerPairs(Referenced):
-    """The base of algorithms that compare log-probabilities of two answers. `chunk`: tokens whose logits exist at once; 0: all."""
+class Answers(Referenced):
+    """The base of algorithms that learn from log-probabilities of answers. `chunk`: tokens whose logits exist at once; 0: all."""
 
     chunk: int
 
@@ -23,6 +24,11 @@ class AnswerPairs(Referenced):
         """Log-probability of each row's answer, fp64[B]: a score is the small difference of two of these."""
         log_probs_BT, _ = outputs.log_probs(batch.targets_BT, self.chunk)
         return log_probs_BT.double().sum(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerPairs(Answers):
+    """The base of algorithms that compare log-probabilities of two answers."""
 
     def out(self, loss_P: torch.Tensor, log_probs_B: torch.Tensor, rewards_B: torch.Tensor, batch: Any) -> LossOut:
         """The loss summed over the pairs that are real, and what `step_metrics` reads."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from drumline.core.algorithm import AlgorithmSpec, ChunkedSpec, HeadOutput
-from drumline.core.data import PAIR_FORMS, DataConfig, Forms
+from drumline.core.data import JUDGED_FORMS, PAIR_FORMS, DataConfig, Forms
 from drumline.core.plan import Plan
 from drumline.core.rollouts import RolloutSpec
 
@@ -75,6 +75,42 @@ class AnswerPairSpec(PairSpec, ChunkedSpec):
 
     metrics: ClassVar[tuple[str, ...]] = (*PairSpec.metrics, "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected")
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"log_probs"})
+
+
+class JudgedSpec(ChunkedSpec):
+    """Answers that are labelled good or bad, one by one; a pair is read as two of them."""
+
+    columns: ClassVar[str] = "`prompt`, `completion` and `label`, or `prompt`, `chosen` and `rejected`"
+    head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"log_probs"})
+
+    @property
+    def forms(self) -> Forms:
+        return JUDGED_FORMS
+
+    def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
+        from drumline.data.encode import JudgedRows
+
+        return JudgedRows(tokenizer, data)
+
+    def classes(self, train: Any, held_out: list[Any]) -> tuple[str, ...]:
+        """None: the labels are no classes that a head would have. Both have to be there."""
+        from drumline.data.judged import require_both_labels
+
+        require_both_labels(train)
+        return ()
+
+    def collator(self, plan: Plan, width: int | None) -> Callable[[Any], Callable[..., Any]]:
+        from drumline.data.collators import judged_collator
+
+        return judged_collator(plan, width, has_others=bool(self.extra_forwards))
+
+    def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any]:
+        return {"prompt": random_text(1), "chosen": random_text(length), "rejected": random_text(length)}
+
+    def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
+        from drumline.data.judged import learned_judged
+
+        return learned_judged(rows, length)
 
 
 class PromptSpec(RolloutSpec):

@@ -21,7 +21,6 @@ from drumline.compat.arguments import (
 from drumline.compat.deepspeed import found, new_path, tracker
 from drumline.compat.llama_factory import KERNELS, LORA_PLUS, guess_stage, patience, pure_bf16
 from drumline.compat.mixtures import hold_out
-from drumline.compat.preferences import put_algorithm
 from drumline.compat.rules import Defaults, Rule, flag, gone, if_on, later, name_list, number, one_of, only, read, switch, to, whole
 from drumline.compat.sheet import AUTO, Old, Sheet, pop, refuse
 from drumline.compat.trl import IDLE, ROLLOUT, defaults_of, grpo_loss, rollouts, template
@@ -195,7 +194,7 @@ def _combine(sheet: Sheet, first: Old) -> None:
         sheet.put("data.packing", True, rl, over=False)
         sheet.note(rl, "all are documents: algorithm pretrain, which cuts them into pieces of data.max_length")
     if "loss_type" not in sheet.waiting:
-        put_algorithm(sheet, algorithm, rl or first)
+        sheet.put("algorithm.kind", algorithm, rl or first)
     if algorithm == "pretrain" and sheet.get("data.truncation") is None:
         sheet.put("data.truncation", "right", rl or first)
     if algorithm == "grpo":

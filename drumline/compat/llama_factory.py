@@ -10,7 +10,6 @@ from typing import Any
 from drumline.compat.arguments import HUB, LOGS, NEUTRAL, OUTSIDE, SECRET, called, training_arguments
 from drumline.compat.deepspeed import load_file, new_path, tracker
 from drumline.compat.mixtures import hold_out
-from drumline.compat.preferences import put_algorithm
 from drumline.compat.rules import Defaults, Rule, flag, gone, if_on, later, name_list, number, one_of, only, switch, to, whole
 from drumline.compat.sheet import AUTO, Old, Sheet, pop, refuse, shown
 from drumline.compat.trl import ROLLOUT, rollouts, template
@@ -162,7 +161,7 @@ def _combine(sheet: Sheet, stage: Old, kind: str) -> None:
     if "learning_rate" not in sheet.waiting:
         sheet.put("optimizer.lr", 5e-5, replace(stage, key="learning_rate"))  # also where losses of pairs have another default
     if "pref_loss" not in sheet.waiting:
-        put_algorithm(sheet, kind, stage)
+        sheet.put("algorithm.kind", kind, stage)
     if kind == "ppo":
         rollouts(sheet, stage, SAMPLING["algorithm.generator.max_new_tokens"][0], DEFAULTS["data.max_length"][0])
     guess_stage(sheet)

@@ -5,24 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
-from drumline.compat.rules import Defaults, Rule, fill, flag, later, name_list, number, to
+from drumline.compat.rules import Defaults, Rule, fill, flag, later, name_list, number, one_of, to
 from drumline.compat.sheet import Old, Sheet, contradiction, pop, refuse
 from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.mistakes import by_word
 from drumline.core.registry import find
 
 
-def put_algorithm(sheet: Sheet, kind: str, old: Old) -> None:
-    """Raises ConfigError for one that is a package of its own and is not installed."""
-    if find(AlgorithmSpec, kind) is None:
-        raise refuse(old, f"{kind} is a package of its own", f"pip install the folder examples/plugins/{kind} of Drumline's repository")
-    sheet.put("algorithm.kind", kind, old)
-
-
-_DPO = find(AlgorithmSpec, "dpo")
-assert _DPO is not None
+_DPO, _KTO = find(AlgorithmSpec, "dpo"), find(AlgorithmSpec, "kto")
+assert _DPO is not None and _KTO is not None
 # Loss there → kind of algorithm here. All but two are losses of DPO, with the same names.
 LOSSES = {"simpo": "simpo", "orpo": "orpo", **dict.fromkeys((*get_args(_DPO.model_fields["loss"].annotation), "sft"), "dpo")}
+KTO_LOSSES = {name: name for name in get_args(_KTO.model_fields["loss"].annotation)}
 PAIRS_RATE = 1e-6  # what TRL's trainers for pairs take
 SIMPO: Defaults = {"algorithm.beta": (0.1, "beta"), "algorithm.gamma": (0.5, "simpo_gamma")}  # of all three tools
 PREFERENCES: dict[str, Rule] = by_word(
@@ -53,9 +47,26 @@ def preferences(sheet: Sheet) -> None:
     for each in (old[name] for name in ("cpo_alpha", "pref_ftx") if name in old):
         if number(each):
             sheet.put("algorithm.sft_weight", number(each), each)
+    if sheet.get("algorithm.kind") == "kto":
+        _kto_reference(sheet)
     if sheet.get("algorithm.kind") == "simpo":
         given = old.keys() & {"cpo_alpha", "pref_loss", "pref_ftx"}  # LLaMA-Factory adds no likelihood
         fill(sheet, sheet.origins["algorithm", "kind"], SIMPO if given else {**SIMPO, "algorithm.sft_weight": (1.0, "cpo_alpha")}, "its")
+
+
+def kto_loss(sheet: Sheet, old: Old | None) -> None:
+    """`loss_type` of TRL's KTOTrainer. Raises ConfigError for one that is not here."""
+    if old is not None:
+        sheet.put("algorithm.loss", one_of(KTO_LOSSES)(old), old)
+
+
+def _kto_reference(sheet: Sheet) -> None:
+    """TRL precomputes the KL of pairs that it fixes beforehand; here they change with each batch, and the reference is asked anew."""
+    has_kl = sheet.get("algorithm.loss", "kto") == "kto"
+    if has_kl and sheet.get("algorithm.reference") == "precomputed":
+        old = sheet.origins["algorithm", "reference"]
+        sheet.put("algorithm.reference", "auto", old, over="precomputed")
+        sheet.note(old, "the KL of kto is of answers that change with each batch: algorithm.reference auto")
 
 
 def _losses(sheet: Sheet, old: Old, weights: Old | None) -> None:

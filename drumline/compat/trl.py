@@ -10,7 +10,7 @@ from typing import Any
 
 from drumline.compat.arguments import LOGS, NEUTRAL, training_arguments
 from drumline.compat.deepspeed import found, load_file
-from drumline.compat.preferences import put_algorithm
+from drumline.compat.preferences import kto_loss
 from drumline.compat.rules import Defaults, Rule, fill, flag, gone, later, name_list, number, one_of, only, switch, to, whole
 from drumline.compat.sheet import Old, Sheet, Source, pop
 from drumline.core.mistakes import by_word
@@ -124,7 +124,7 @@ def trl_arguments(sheet: Sheet, olds: list[Old], trainer: str | None = None) -> 
     keys = {old.key for old in olds}
     if trainer is None:
         hints = {"grpo": {"num_generations", "reward_funcs", "max_completion_length"}, "ppo": {"num_ppo_epochs", "total_episodes"},
-                 "kto": {"desirable_weight"}, "reward": {"center_rewards_coefficient"}}  # fmt: skip
+                 "kto": {"desirable_weight", "undesirable_weight"}, "reward": {"center_rewards_coefficient"}}  # fmt: skip
         trainer = next((name for name, its in hints.items() if its & keys), None) or _by_folder(keys, olds[0].source.name)
     if trainer is None:
         training_arguments(sheet, olds, MORE)
@@ -140,7 +140,7 @@ def _by_folder(keys: set[str], name: str) -> str | None:
     """Of arguments that only trainers of pairs have: which one it is, as folders and names of recipes say it."""
     if "beta" not in keys or "loss_type" in keys:
         return None
-    return next((word for word in reversed(re.split(r"[\W_]+", name.lower())) if word in ("dpo", "orpo")), "dpo")
+    return next((word for word in reversed(re.split(r"[\W_]+", name.lower())) if word in ("dpo", "orpo", "kto")), "dpo")
 
 
 def grpo_loss(sheet: Sheet, old: Old) -> None:
@@ -164,10 +164,12 @@ def combine(sheet: Sheet, trainer: str, old: Old) -> None:
     if kind == "sft" and sheet.get("data.learn_on") is None and "assistant_only_loss" not in sheet.waiting:
         sheet.notes.append(f"{old.source.name}: `messages` are learned by the assistant's turns; TRL's default is all: data.learn_on: all")
     loss = sheet.waiting.pop("loss_type", None) if kind != "dpo" else None
-    if loss is not None and loss.value not in (kind, "nll"):
+    if kind == "kto":
+        kto_loss(sheet, loss)
+    elif loss is not None and loss.value not in (kind, "nll"):
         sheet.lacks(loss, f"{kind} has no other loss", "remove it")
     if "loss_type" not in sheet.waiting:
-        put_algorithm(sheet, kind, replace(old, key=trainer, value=trainer, place=(trainer,)))
+        sheet.put("algorithm.kind", kind, replace(old, key=trainer, value=trainer, place=(trainer,)))
 
 
 def rollouts(sheet: Sheet, old: Old, completion: int = COMPLETION, prompt: int = PROMPT) -> None:

@@ -138,6 +138,11 @@ class AlgorithmSpec(Spec):
         """Forward passes of the policy in a step before that of the loss, such as `Algorithm.first_pass`."""
         return 0
 
+    @property
+    def reference_forwards(self) -> int:
+        """Forward passes of the reference over a batch in a step: 2 if `Algorithm.first_pass` is about other rows than the loss."""
+        return 1
+
     def auxiliary_models(self, config: Config) -> dict[str, AuxiliaryModel]:
         """Name → model besides the policy: `reference`, `value`, and `reward`, `reward2`, … in the order of the config."""
         return {}

@@ -24,6 +24,7 @@ from drumline.foreign import content_of, expanded
 Forms = tuple[tuple[str, ...], ...]  # the columns of a row, one tuple for each form that it may have
 TEXT_FORMS: Forms = (("messages",), ("prompt", "completion"), ("text",))
 PAIR_FORMS: Forms = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
+JUDGED_FORMS: Forms = (("prompt", "completion", "label"),)  # a row may also be a pair, which is split
 PROMPT_FORMS: Forms = (("prompt",), ("messages",))
 KINDS_OF_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".xlsx", ".txt")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -47,7 +48,9 @@ class Columns(Section):
     chosen: str | None = Field(None, description="Column with the better answer of a pair (text, or messages with or without the prompt).")
     rejected: str | None = Field(None, description="Column with the worse answer.")
     margin: str | None = Field(None, description="Column with the margin by which chosen is better (optional).")
-    label: str | None = Field(None, description="Column with the class: a name or a number.")
+    label: str | None = Field(
+        None, description="Column with the class: a name or a number; kto: whether the answer is good, true or false."
+    )
     image: str | None = Field(None, description="Column with the path of an image, relative to the data file.")
     tools: str | None = Field(None, description="Column with the tools: JSON schemas for the chat template; empty: no tools.")
     images: str | None = Field(None, description="Column with a list of image paths, for messages that mark the positions of images.")

@@ -14,13 +14,14 @@ import numpy as np
 from drumline.core.data import DataConfig
 from drumline.data.cache import TokenCache
 from drumline.data.files import as_json, image_path, root_of
+from drumline.data.formats import LABELS
+from drumline.data.pairs import SIDES, Text, pair_parts
 from drumline.data.sources import Row, holds_images
-from drumline.data.templates import Encoded, Encoder, Example, Messages, Policy, as_messages, truncate
+from drumline.data.templates import Encoded, Encoder, Example, Policy, truncate
+from drumline.data.turns import as_messages
 from drumline.errors import ConfigError, DataError
 from drumline.foreign import expanded
 
-Text = str | Messages
-SIDES = ("chosen", "rejected")
 MOST_DIGITS = 600  # of a number; Python reads 640 at least
 OWN = "own columns"  # of a prompt's row, under names that its meta has for something else
 
@@ -72,20 +73,40 @@ class PromptRows:
         return Encoded([_unlearned(ids[-self.room :])], meta, truncated=size > self.room)
 
 
-class PairRows:
+class AnswerRows:
+    """The base of encoders whose targets are the tokens of answers."""
+
+    def __init__(self, tokenizer: Any, data: DataConfig) -> None:
+        if data.learn_on != "assistant":
+            raise ConfigError("answers are compared by their own tokens alone", where="data.learn_on", fix="leave it out")
+        self.encoder, self.data = Encoder(tokenizer, False, data), data
+
+    def example(self, prompt: Text, answer: Text, name: str, row: Row, is_plain: bool) -> Example:
+        """A prompt and an answer, not yet truncated. `name`: the answer's column. `is_plain`: texts are taken as they are. Raises
+        DataError for an answer without a token."""
+        turns = as_messages(answer, "assistant")
+        if not any(turn.get("tool_calls") or turn["content"].strip() for turn in turns):
+            raise DataError(f"`{name}` is empty: it has no answer", where=row.origin, fix="take the row out")
+        if not (isinstance(prompt, str) and isinstance(answer, str)):
+            self.encoder.require_template("the row holds messages", row)
+        elif is_plain:
+            return self.encoder.plain(prompt, answer, row.origin)
+        example = self.encoder.encode(Row(row.origin, {"prompt": prompt, "completion": answer, "tools": row.values.get("tools")}))
+        if not example.learned:
+            raise DataError(f"`{name}` has no turn of the assistant behind the prompt", where=row.origin)
+        return example
+
+
+class PairRows(AnswerRows):
     """Encodes pairs as two segments, chosen first: the prompt and an answer, whose tokens are the targets. With a chat template a text is a
     turn of the user or the assistant; without one, and for two texts without a prompt, it is taken as it is and closed by the
     end-of-sequence token. Without a `prompt` column the prompt is the common start of both sides; with one, messages may repeat it. A
     margin goes into the sample's meta."""
 
-    def __init__(self, tokenizer: Any, data: DataConfig) -> None:
-        if data.learn_on != "assistant":
-            raise ConfigError("pairs are compared by their answers alone", where="data.learn_on", fix="leave it out")
-        self.encoder, self.data = Encoder(tokenizer, False, data), data
-
     def encode(self, row: Row) -> Encoded | None:
-        prompt, *answers = _parts(row)
-        full = [self._example(prompt, answer, name, row) for answer, name in zip(answers, SIDES, strict=True)]
+        is_plain = not {"prompt", "tools"} & row.values.keys()
+        prompt, *answers = pair_parts(row.values, row.origin)
+        full = [self.example(prompt, answer, name, row, is_plain) for answer, name in zip(answers, SIDES, strict=True)]
         if np.array_equal(full[0].tokens, full[1].tokens):
             raise DataError("`chosen` and `rejected` are the same answer", where=row.origin, fix="take the row out")
         pair = cut_pair(full[0], full[1], self.data.max_length, self.data.truncation, row.origin)
@@ -94,56 +115,28 @@ class PairRows:
         cut = any(len(short.tokens) < len(long.tokens) for short, long in zip(pair, full, strict=True))
         return Encoded(list(pair), _meta(row), truncated=cut)
 
-    def _example(self, prompt: Text, answer: Text, name: str, row: Row) -> Example:
-        turns = as_messages(answer, "assistant")
-        if not any(turn.get("tool_calls") or turn["content"].strip() for turn in turns):
-            raise DataError(f"`{name}` is empty: it has no answer", where=row.origin, fix="take the row out")
-        if not (isinstance(prompt, str) and isinstance(answer, str)):
-            self.encoder.require_template("the pair holds messages", row)
-        elif not {"prompt", "tools"} & row.values.keys():
-            return self.encoder.plain(prompt, answer, row.origin)
-        example = self.encoder.encode(Row(row.origin, {"prompt": prompt, "completion": answer, "tools": row.values.get("tools")}))
-        if not example.learned:
-            raise DataError(f"`{name}` has no turn of the assistant behind the prompt", where=row.origin)
-        return example
+
+class JudgedRows(AnswerRows):
+    """Encodes an answer that is labelled good or bad as one segment: the prompt, and the answer's tokens, which are the targets. The
+    sample's meta has the label as `good`."""
+
+    def encode(self, row: Row) -> Encoded | None:
+        is_good = judgement(row.values["label"], row.origin)
+        full = self.example(row.values["prompt"], row.values["completion"], "completion", row, row.plain)
+        example = truncate(full, self.data.max_length, self.data.truncation, row.origin)
+        if example is None or not example.learned:
+            return None
+        is_truncated = len(example.tokens) < len(full.tokens)
+        return Encoded([example], {"good": is_good}, truncated=is_truncated)
 
 
-def _parts(row: Row) -> tuple[Text, Text, Text]:
-    """Prompt, chosen and rejected answer. Raises DataError if one side is text and the other messages, and there is no prompt column."""
-    chosen, rejected = (row.values[name] for name in SIDES)
-    if "prompt" not in row.values:
-        if type(chosen) is not type(rejected):
-            what = "one side of the pair is text, the other messages"
-            raise DataError(what, where=row.origin, fix="write both alike, or map `columns.prompt`")
-        at = _shared(chosen, rejected)
-        return chosen[:at], chosen[at:], rejected[at:]
-    prompt = row.values["prompt"]
-    begin = [_stripped(turn) for turn in as_messages(prompt, "user")]
-    return prompt, _behind(begin, chosen), _behind(begin, rejected)
-
-
-def _behind(begin: Messages, side: Text) -> Text:
-    """A side without the prompt that it repeats, whose system's message may be in a column of its own."""
-    bare = begin[1:] if begin[0]["role"] == "system" else []
-    for turns in (begin, bare):
-        if isinstance(side, list) and turns and [_stripped(turn) for turn in side[: len(turns)]] == turns:
-            return side[len(turns) :]
-    return side
-
-
-def _stripped(turn: dict[str, Any]) -> dict[str, Any]:
-    content = turn.get("content")
-    return {**turn, "content": content.strip()} if isinstance(content, str) else turn
-
-
-def _shared(chosen: Any, rejected: Any) -> int:
-    """The length of the common start, which leaves each side an answer: whole messages, or text up to a blank."""
-    least = min(len(chosen), len(rejected)) - isinstance(chosen, list)
-    at = next((index for index in range(least) if chosen[index] != rejected[index]), least)
-    if isinstance(chosen, list):
-        return at
-    blanks = [match.start() for match in re.finditer(r"\s+", chosen[:at])]
-    return blanks[-1] if blanks else 0
+def judgement(label: Any, origin: str) -> bool:
+    """Whether a label says that an answer is good: true or false, 1 or 0, or one of `formats.LABELS`. Raises DataError."""
+    is_good = LABELS.get(str(label).strip().lower())
+    if is_good is None:
+        fix = "write true for a good answer, false for a bad one"
+        raise DataError(f"`label` is {label!r}, true or false is wanted", where=origin, fix=fix)
+    return is_good
 
 
 def _meta(row: Row) -> dict[str, Any] | None:

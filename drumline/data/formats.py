@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from drumline.core.data import PAIR_FORMS, TEXT_FORMS, Forms
+from drumline.core.data import JUDGED_FORMS, PAIR_FORMS, TEXT_FORMS, Forms
 from drumline.data.questions import first, headed, question_of, system_of, with_context
 from drumline.data.rivals import Values, rivals
 from drumline.data.turns import TURN, are_texts, calls_of, messages_of, read_talks, rounds_of, transcribed
@@ -86,7 +86,7 @@ SHAPES: dict[str, dict[str, tuple[str, ...]]] = {  # what a row is for → forma
     "prompt": {"alpaca": ("instruction",), "sharegpt": ("conversations",), "answer": ("question",)},
     "class": {"document": ("content", "label")},
 }
-FOR = ((TEXT_FORMS, "sft"), (PAIR_FORMS, "dpo, orpo, simpo or reward"))
+FOR = ((JUDGED_FORMS, "kto"), (TEXT_FORMS, "sft"), (PAIR_FORMS, "dpo, orpo, simpo or reward"))
 
 
 class Tie(Exception):
@@ -191,6 +191,11 @@ def _wants(known: Forms) -> str:
     if "label" in parts:
         return "label" if "completion" in parts else "class"
     return "text" if parts & {"completion", "text"} else "prompt"
+
+
+def judges_answers(known: Forms) -> bool:
+    """Whether an algorithm with these forms learns from answers that are labelled good or bad."""
+    return _wants(known) == "label"
 
 
 def _sides(there: Values) -> tuple[str, str] | None:

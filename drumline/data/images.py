@@ -27,7 +27,8 @@ from drumline.data.batches import FILLER_WIDTH, Batch, TokenBatch, collate, labe
 from drumline.data.cache import TokenCache
 from drumline.data.files import image_path, root_of
 from drumline.data.sources import Row, is_image
-from drumline.data.templates import Encoded, Encoder, Example, as_messages, truncate
+from drumline.data.templates import Encoded, Encoder, Example, truncate
+from drumline.data.turns import as_messages
 from drumline.errors import DataError
 from drumline.foreign import expanded
 from drumline.models.vision import Grid, Vision, pixels, read_image

@@ -6,6 +6,7 @@ A row has one of the forms that the algorithm takes (`AlgorithmSpec.forms`), its
     prompt, completion          text, or lists of messages: only the completion is trained on
     text                        a document
     prompt, chosen, rejected    a pair: two answers, text or lists of messages; without `prompt` they begin alike
+    prompt, completion, label   an answer that is good or bad; a pair is read as two such rows
     text, label                 a text and its class
     image, label                the path of an image and its class
 
@@ -30,9 +31,10 @@ from urllib.parse import urlparse
 import numpy as np
 
 from drumline.core import mirror
-from drumline.core.data import TEXT_FORMS, Columns, DigitsSource, FileSource, Forms, HubSource, SavedSource, Source, SqlSource, TasksSource
+from drumline.core.data import PAIR_FORMS, TEXT_FORMS, Columns, DigitsSource, FileSource, Forms, HubSource, SavedSource, Source, SqlSource, TasksSource
 from drumline.data.files import Raw, TableRow, read_digits, read_file, read_tasks
-from drumline.data.formats import Tie, nearest_format, shaped
+from drumline.data.formats import Tie, judges_answers, nearest_format, shaped
+from drumline.data.pairs import is_pair_to_split, split_pair
 from drumline.data.places import locate
 from drumline.data.sql import read_sql
 from drumline.data.turns import ROLES, weighted, with_arguments
@@ -58,6 +60,7 @@ class Row:
     domain: str = field(default="", compare=False)
     format: str = field(default="", compare=False)  # that it was read from; empty: it had a form of ours
     source: int = field(default=0, compare=False)  # its number in the list of sources
+    plain: bool = field(default=False, compare=False)  # its texts are taken as they are, without the chat template
     error: DataError | None = field(default=None, compare=False)  # why it cannot be used; its values are then those of its source
 
 
@@ -72,18 +75,17 @@ def read_rows(
 ) -> Iterator[Row]:
     """The rows of `source`, number `number` of its list, in its own order, at most `source.limit`; file paths are relative to `base_dir`.
     `keep`: which raw rows are taken, perhaps none. `faulty`: also those that cannot be used, with their error. Rows of answers without a
-    better one are left out, and counted in `ties` under the source's name. Raises DataError for a source that cannot be read, has no rows,
+    better one are left out, and counted in `ties` under the source's name. Where answers are judged one by one, a pair becomes two rows. Raises DataError for a source that cannot be read, has no rows,
     or has a row without a mapped column."""
     count, undecided, names = 0, 0, domains(source)
     mapped = any(getattr(source.columns, part) is not None for part in Columns.model_fields.keys() - set(OPTIONAL))
     if mapped and source.format not in ("auto", "own"):
         raise DataError("`columns` and `format` say two things", where=describe(source), fix="leave one of them out")
-    raw = _raw(source, base_dir, forms)
+    raw = _raw(source, base_dir, PAIR_FORMS if judges_answers(forms) else forms)
     for count, (folder, (origin, values)) in enumerate(islice(raw if keep is None else keep(raw), source.limit), 1):
         try:
-            name, made = shaped(values, forms, source.format, origin) if not mapped else ("", values)
-            row = _normalise(origin, made, source.columns, count, forms)
-            if forms != TEXT_FORMS and holds_images(row):
+            found = _rows_in(origin, values, source, forms, count, mapped)
+            if forms != TEXT_FORMS and holds_images(found[0]):
                 fix = "use algorithm sft, take the images out, or read none of a column with `columns: {images: ''}`"
                 raise DataError(f"row {count} holds images, which this algorithm does not take", where=origin, fix=fix)
         except Tie:
@@ -92,14 +94,34 @@ def read_rows(
         except DataError as error:
             if not faulty:
                 raise
-            name, row = "", Row(origin, values, values, error=error)
-        (domain,) = names if len(names) == 1 else (row.extra["task"],)
-        yield replace(row, folder=folder, domain=domain, format=name, source=number)
+            found = [Row(origin, values, values, error=error)]
+        for row in found:
+            (domain,) = names if len(names) == 1 else (row.extra["task"],)
+            yield replace(row, folder=folder, domain=domain, source=number)
     if count == undecided and (count or keep is None):
         what = f"all {count} rows are ties: none has a better answer" if count else "the dataset is empty: it has no rows"
         raise DataError(what, where=describe(source))
     if undecided and ties is not None:
         ties[describe(source)] += undecided
+
+
+def _rows_in(origin: str, values: dict[str, Any], source: Source, forms: Forms, number: int, mapped: bool) -> list[Row]:
+    """The rows that a raw row, number `number` of its source, stands for: one, or the two answers of a pair.
+
+    `mapped`: the source's `columns` say which columns are read. Raises DataError, and Tie for a pair without a better answer.
+    """
+    if mapped:
+        is_split = judges_answers(forms) and bool(source.columns.chosen or source.columns.rejected)
+    else:
+        is_split = is_pair_to_split(values, forms, source.format, origin)
+    known = PAIR_FORMS if is_split else forms
+    name, made = ("", values) if mapped else shaped(values, known, source.format, origin)
+    row = replace(_normalise(origin, made, source.columns, number, known), format=name)
+    if not is_split:
+        return [row]
+    texts = all(isinstance(row.values[side], str) for side in ("chosen", "rejected"))
+    is_plain = texts and not {"prompt", "tools"} & row.values.keys()
+    return [replace(row, values=side, plain=is_plain) for side in split_pair(row.values, origin)]
 
 
 def domains(source: Source) -> set[str]:

@@ -23,12 +23,11 @@ from drumline.core.data import DataConfig
 from drumline.data.sources import Row
 from drumline.data.thoughts import REASONING, mask_thoughts, without_thoughts
 from drumline.data.tokens import Tokens
+from drumline.data.turns import Messages, as_messages
 from drumline.errors import DataError
 from drumline.foreign import judged
 from drumline.models.templates import end_ids as end_ids
 from drumline.models.templates import special_ids
-
-Messages = list[dict[str, Any]]
 
 CALL = "a call of "
 FITTING = "take such rows out, or set another model.chat_template"
@@ -379,7 +378,3 @@ def _renamed(turn: dict[str, Any], name: str) -> dict[str, Any]:
 def _shared(one: str, other: str) -> int:
     """Length of the longest common prefix."""
     return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def as_messages(value: str | Messages, role: str) -> Messages:
-    return [{"role": role, "content": value}] if isinstance(value, str) else value

@@ -9,6 +9,8 @@ from typing import Any
 
 from drumline.errors import DataError
 
+Messages = list[dict[str, Any]]
+
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "bot": "assistant", "model": "assistant",
     "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "ai": "assistant", "prompter": "user", "system": "system",
@@ -23,6 +25,11 @@ TURN = re.compile(r"\n\n(Human|Assistant):[ ]?")
 CHAT = re.compile(r"(?:\A|\n\s*\n)(USER|ASSISTANT|FUNCTION RESPONSE):[ ]?")  # of calls in plain text
 PROMPT = re.compile(r"\n\nHuman:.*\n\nAssistant:\s*", re.DOTALL)  # a prompt that is a transcript
 ROUNDS = (("input", "output"), ("user", "assistant"), ("human", "assistant"), ("prompt", "response"), ("question", "answer"))
+
+
+def as_messages(value: str | Messages, role: str) -> Messages:
+    """A text as one message of `role`; messages as they are."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
 def read_talks(columns: Mapping[str, Any], question: Any, origin: str) -> dict[str, tuple[str, Any]]:

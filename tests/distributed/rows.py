@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.harness import KTO, LETTERS
+from tests.harness import LETTERS
 
 TOLERANCE = 1e-5
 STEPS = 3  # the last of them is counted
@@ -327,10 +327,11 @@ CASES += [
         rows=(*SORTS, "zero3 2, nothing kept whole, accumulation 4"),
         kin="dpo",
     ),
-    Case("kto, a plug-in", {"algorithm": {"kind": KTO, "loss_chunk": 32}, **TWO_STEPS}, rows=SPREADS),
+    Case("kto", {"algorithm": {"kind": "kto", "loss_chunk": 32}, **TWO_STEPS}, rows=SPREADS),
+    Case("kto, apo", {"algorithm": {"kind": "kto", "loss_chunk": 32, "loss": "apo_zero_unpaired"}, **TWO_STEPS}, rows=KINDS, kin="kto"),
     Case(
-        "kto, a plug-in, lora",
-        {"algorithm": {"kind": KTO, "loss_chunk": 32}, "adapter": {"kind": "lora", "r": 4}, **NO_SIGNS},
+        "kto, lora",
+        {"algorithm": {"kind": "kto", "loss_chunk": 32}, "adapter": {"kind": "lora", "r": 4}, **NO_SIGNS},
         rows=("ddp 2, accumulation 4", "pp 2, interleaved"),
     ),
     Case("simpo", {"algorithm": {"kind": "simpo", "loss_chunk": 32, "label_smoothing": 0.1}, **TWO_STEPS}, rows=SORTS, kin="dpo"),

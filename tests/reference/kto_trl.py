@@ -21,10 +21,12 @@ from tests.reference.pairs_trl import POLICY, REFERENCE, batches, common
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"beta": 0.1},
     "weighted": {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5},
+    "apo_zero": {"beta": 0.2, "loss_type": "apo_zero_unpaired", "undesirable_weight": 2.0},
     # The models change sides: a KL that is below 0 is clipped in one of the two.
     "other_way": {"beta": 0.1, "seeds": [REFERENCE, POLICY]},
 }
-FIGURES = {"kl": "kl", "reward_chosen": "rewards/chosen", "reward_rejected": "rewards/rejected", "margin": "rewards/margins"}
+FIGURES = {"kl": "kl", "reward_chosen": "rewards/chosen", "reward_rejected": "rewards/rejected", "margin": "rewards/margins",
+           "log_prob_chosen": "logps/chosen", "log_prob_rejected": "logps/rejected"}  # fmt: skip
 
 
 def kto(options: dict[str, Any]) -> dict[str, Any]:

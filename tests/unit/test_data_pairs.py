@@ -114,9 +114,9 @@ def test_pairs_that_are_none_are_named(values: dict[str, Any], message: str) -> 
 
 
 def test_settings_that_mean_nothing_to_pairs() -> None:
-    with pytest.raises(ConfigError, match=r"data\.learn_on: pairs are compared by their answers alone"):
+    with pytest.raises(ConfigError, match=r"data\.learn_on: answers are compared by their own tokens alone"):
         encoder(learn_on="all")
-    with pytest.raises(DataError, match="the pair holds messages and this tokenizer has no chat template"):
+    with pytest.raises(DataError, match="the row holds messages and this tokenizer has no chat template"):
         encoder(None).encode(Row("here:1", {"prompt": USER, "chosen": said("b"), "rejected": said("c")}))
 
 

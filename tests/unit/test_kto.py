@@ -1,4 +1,4 @@
-"""The plug-in KTO: losses, figures and gradients of eight fixed answers equal those of TRL's KTOTrainer to 1e-5, however they are cut.
+"""KTO: losses, figures and gradients of eight fixed answers equal those of TRL's KTOTrainer to 1e-5, however they are cut.
 
 The numbers are those of `tests/reference/kto_trl.json`; TRL's own tokeniser calls, collators, pairing and models made them.
 """
@@ -13,15 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from drumline.algorithms.base import LossOut
 from drumline.algorithms.dpo.spec import DPOConfig
+from drumline.algorithms.kto.spec import KTOConfig
 from drumline.core.algorithm import AlgorithmSpec
-from drumline.core.data import DataConfig
-from drumline.data.sources import Row
-from drumline.errors import DataError
+from drumline.core.config import Config
+from drumline.core.data import JUDGED_FORMS, DataConfig, FileSource
+from drumline.data.encode import JudgedRows
+from drumline.data.judged import collate_with_others, require_both_labels
+from drumline.data.sources import Row, read_rows
+from drumline.errors import ConfigError, DataError
 from drumline.models.head import ForwardWithObjective
-from tests.kto import PLUGIN, KTOConfig
 from tests.reference.pairs import gradients, model, tokenizer, unpaired
 from tests.unit.test_pairs_trl import close
 
@@ -30,15 +34,20 @@ ROWS = unpaired()
 CLOSE = {"rel": 1e-5, "abs": 1e-5}
 
 
+def data(**keys: Any) -> DataConfig:
+    return DataConfig.model_validate({"train": [{"kind": "file", "path": "unused"}], "max_length": 128, **keys})
+
+
 def batches(cuts: list[list[int]]) -> list[Any]:
     """-1: a filler. The sample before the first is the last."""
-    from drumline_kto.objective import Answers, collate_answers
-
-    data = DataConfig.model_validate({"train": [{"kind": "file", "path": "unused"}], "max_length": 128})
-    made = [Answers(tokenizer(), False, data).encode(Row(f"row {index}", row)) for index, row in enumerate(ROWS)]
+    made = [JudgedRows(tokenizer(), data()).encode(Row(f"row {index}", row)) for index, row in enumerate(ROWS)]
     segments = [[(side.tokens, side.learn) for side in each.segments] for each in made]
     cache = SimpleNamespace(segments=segments.__getitem__, meta=lambda sample: made[sample].meta)
-    return [collate_answers(cache, ids, [(i - 1) % len(ROWS) if i >= 0 else -1 for i in ids], 0, None, 128) for ids in cuts]
+    micro_batches = []
+    for ids in cuts:
+        previous = [(sample - 1) % len(ROWS) if sample >= 0 else -1 for sample in ids]
+        micro_batches.append(collate_with_others(cache, ids, previous, 0, None, 128))
+    return micro_batches
 
 
 def read(learner: Any, batch: Any, what: Any) -> torch.Tensor:
@@ -53,6 +62,11 @@ def read(learner: Any, batch: Any, what: Any) -> torch.Tensor:
     return found[0]
 
 
+def spec_of(options: dict[str, Any]) -> KTOConfig:
+    own = {name: value for name, value in options.items() if name != "loss_type"}
+    return KTOConfig(**own, loss=options.get("loss_type", "kto"), loss_chunk=16)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cuts", [[list(range(8))], [[3, 0, -1], [7, 6, 1], [2, 5, 4]]], ids=["whole", "cut"])
 @pytest.mark.parametrize("name", TRL["cases"])
@@ -62,16 +76,19 @@ def test_losses_figures_and_gradients_are_trls(name: str, cuts: list[list[int]])
     from drumline.data.batches import First
 
     case = TRL["cases"][name]
-    algorithm = KTOConfig(**case["options"], loss_chunk=16).build()
+    algorithm = spec_of(case["options"]).build()
     policy, reference = (model(LlamaForCausalLM, seed) for seed in case["seeds"])
     micro_batches = [
         replace(b, reference_B=read(reference, b, algorithm.score), first_reference_B=read(reference, b.others, algorithm.score))
         for b in batches(cuts)
     ]
-    numbers = [read(policy, algorithm.first_batch(b), algorithm.first_pass)[(b.good_B + b.bad_B) > 0] for b in micro_batches]
-    first, sums = First(torch.cat(numbers)), dict[str, float]()
+    if algorithm.first_pass is not None:
+        numbers = [read(policy, algorithm.first_batch(b), algorithm.first_pass)[b.real_P > 0] for b in micro_batches]
+        first = First(torch.cat(numbers))
+        micro_batches = [replace(b, first=first) for b in micro_batches]
+    sums: dict[str, float] = {}
     for batch in micro_batches:
-        loss_sum, told = ForwardWithObjective(policy)(replace(batch, first=first), algorithm.objective)
+        loss_sum, told = ForwardWithObjective(policy)(batch, algorithm.objective)
         (loss_sum / len(ROWS)).backward()
         for key, value in {"loss": loss_sum.detach(), **told}.items():
             sums[key] = sums.get(key, 0.0) + float(value)
@@ -81,19 +98,100 @@ def test_losses_figures_and_gradients_are_trls(name: str, cuts: list[list[int]])
     close(gradients(policy), case["gradients"])
 
 
-@pytest.mark.parametrize("spec", [KTOConfig.model_validate({}), DPOConfig(), DPOConfig(loss="aot")], ids=lambda spec: spec.kind)
+@pytest.mark.parametrize("spec", [KTOConfig(), KTOConfig(loss="apo_zero_unpaired"), DPOConfig(), DPOConfig(loss="aot")], ids=repr)
 def test_a_first_pass_is_planned(spec: AlgorithmSpec) -> None:
     assert (spec.build().first_pass is not None) == bool(spec.extra_forwards)
 
 
-def test_the_plugin_is_small() -> None:
-    files = [path for path in PLUGIN.rglob("*") if path.is_file() and path.suffix in (".py", ".toml")]
-    assert len(files) <= 3 and sum(len(path.read_text().splitlines()) for path in files if path.suffix == ".py") <= 150
+def test_where_the_reference_comes_from() -> None:
+    def found(algorithm: dict[str, Any], **more: Any) -> str:
+        sections = {"model": {"id": "a/b"}, "data": {"train": ["rows.jsonl"], "max_length": 8}, **more}
+        config = Config.model_validate({**sections, "algorithm": {"kind": "kto", **algorithm}})
+        return config.algorithm.reference_of(config)
+
+    apo = {"loss": "apo_zero_unpaired"}
+    assert (found({}), found({}, adapter={"kind": "lora"}), found(apo)) == ("live", "adapter", "precomputed")
+    with pytest.raises(ValidationError, match="precomputed requires loss: apo_zero_unpaired"):
+        KTOConfig(reference="precomputed")
 
 
-def test_a_label_is_true_or_false() -> None:
-    from drumline_kto.objective import Answers
+def test_a_mismatched_row_has_its_own_prompt_and_the_answer_before_it() -> None:
+    (batch,) = batches([[0, 1]])
+    text = tokenizer()
+    rows = [text.decode(row[:last]) for row, last in zip(batch.others.input_ids_BT, batch.others.lengths_B, strict=True)]
+    for row, index, before in zip(rows, (0, 1), (7, 0), strict=True):
+        assert ROWS[index]["prompt"][0]["content"] in row and ROWS[before]["completion"][0]["content"] in row
+    assert batch.token_weights().sum(1).tolist() == [1, 1] and batch.weight == 2
 
-    data = DataConfig.model_validate({"train": [{"kind": "file", "path": "unused"}], "max_length": 128})
-    with pytest.raises(DataError, match="`label` is 'good', true or false is wanted"):
-        Answers(tokenizer(), False, data).encode(Row("row 1", {**ROWS[0], "label": "good"}))
+
+GOOD = [True, 1, "true", "1", "Good"]
+BAD = [False, 0, "False", "0", "no"]
+
+
+@pytest.mark.parametrize("label", [*GOOD, *BAD], ids=repr)
+def test_labels(label: Any) -> None:
+    encoded = JudgedRows(tokenizer(), data()).encode(Row("row 1", {**ROWS[0], "label": label}))
+    assert encoded.meta == {"good": label in GOOD}
+
+
+class OneLabel:
+    """A token cache of three bad answers."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def meta(self, sample: int) -> dict[str, bool]:
+        return {"good": False}
+
+
+def test_a_mistake_is_one_line() -> None:
+    encoder = JudgedRows(tokenizer(), data())
+    with pytest.raises(DataError, match="row 1: `label` is 'fine', true or false is wanted"):
+        encoder.encode(Row("row 1", {**ROWS[0], "label": "fine"}))
+    with pytest.raises(DataError, match="`completion` is empty"):
+        encoder.encode(Row("row 1", {**ROWS[0], "completion": " "}))
+    with pytest.raises(ConfigError, match=r"data\.learn_on"):
+        JudgedRows(tokenizer(), data(learn_on="all"))
+    with pytest.raises(DataError, match="all 3 training rows have label false"):
+        require_both_labels(OneLabel())
+
+
+USER, SAY, BAD_SAY = ({"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "a"), ("assistant", "b")))
+ALIKE = {"prompt": "q", "completion": "a", "label": True}
+PAIR = [ALIKE, {"prompt": "q", "completion": "b", "label": False}]
+TALKS = [{"prompt": [USER], "completion": [each], "label": each is SAY} for each in (SAY, BAD_SAY)]
+SHAPES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "judged": ({"prompt": "q", "completion": "a", "label": True}, [ALIKE]),
+    "number": ({"prompt": "q", "completion": "a", "label": 1}, [ALIKE]),
+    "messages": ({"messages": [USER, SAY], "label": True}, TALKS[:1]),
+    "alpaca": ({"instruction": "q", "output": "a", "kto_tag": "true"}, [ALIKE]),
+    "sharegpt": ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "kto_tag": True}, TALKS[:1]),
+    "pair": ({"prompt": "q", "chosen": "a", "rejected": "b"}, PAIR),
+    "pair with a label of another kind": ({"prompt": "q", "chosen": "a", "rejected": "b", "label": 0}, PAIR),
+    "pair of questions": ({"question": "q", "Chosen": "a", "Rejected": "b"}, PAIR),
+    "verdict": ({"prompt": "q", "response_a": "b", "response_b": "a", "winner": "model_b"}, PAIR),
+    "conversations": ({"chosen": [USER, SAY], "rejected": [USER, BAD_SAY]}, TALKS),
+    "repeated prompt": ({"prompt": "q", "chosen": [USER, SAY], "rejected": [USER, BAD_SAY]}, TALKS),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_and_pairs_are_judged_answers(shape: str, tmp_path: Path) -> None:
+    row, wanted = SHAPES[shape]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    found = list(read_rows(FileSource(path="rows.jsonl"), tmp_path, JUDGED_FORMS))
+    assert [each.values for each in found] == wanted and not any(each.plain for each in found)
+
+
+def test_pairs_by_mapped_columns_and_without_a_prompt(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"q": "q", "better": "a", "worse": "b"}) + "\n")
+    columns = {"prompt": "q", "chosen": "better", "rejected": "worse"}
+    source = FileSource.model_validate({"path": "rows.jsonl", "columns": columns})
+    assert [row.values for row in read_rows(source, tmp_path, JUDGED_FORMS)] == PAIR
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"chosen": "one two a", "rejected": "one two b"}) + "\n")
+    rows = list(read_rows(FileSource(path="texts.jsonl"), tmp_path, JUDGED_FORMS))
+    assert [(row.values["prompt"], row.values["completion"], row.plain) for row in rows] == [("one two", " a", True), ("one two", " b", True)]
+    # Such texts are taken as they are: the chat template's tokens are not among them.
+    text = tokenizer()
+    encoded = JudgedRows(text, data()).encode(rows[0])
+    assert text.decode(encoded.segments[0].tokens[:-1]) == "one two a"

@@ -159,7 +159,7 @@ def test_a_config_whose_plug_in_is_gone(tmp_path: Path) -> None:
     old["strategy"] = {"kind": "gossip"}
     old["run"]["report_to"] = ["sqlite"]
     assert saved_config(old, now, (), "there") == now, "what may change is of now"
-    old["algorithm"] = {"kind": f"{tmp_path}/moved.py:KTO"}
+    old["algorithm"] = {"kind": f"{tmp_path}/moved.py:Mine"}
     with pytest.raises(CheckpointError, match=r"there: its config cannot be read: .*moved\.py.* --allow SECTION"):
         saved_config(old, now, (), "there")
     assert saved_config(old, now, ("algorithm",), "there") == now

@@ -163,8 +163,13 @@ def scoring_flops(layout: Layout, facts: ModelFacts) -> float:
     the policy without its adapter)."""
     algorithm = layout.config.algorithm
     kind = algorithm.reference_of(layout.config)
-    reference = forward_flops(facts.roles["reference"]) if kind == "live" and "reference" in facts.roles else 0.0
-    return (algorithm.extra_forwards + (kind == "adapter")) * forward_flops(facts) + reference
+    policy_forwards = algorithm.extra_forwards
+    if kind == "adapter":
+        policy_forwards += algorithm.reference_forwards
+    flops = policy_forwards * forward_flops(facts)
+    if kind == "live" and "reference" in facts.roles:
+        flops += algorithm.reference_forwards * forward_flops(facts.roles["reference"])
+    return flops
 
 
 def forward_flops(facts: ModelFacts) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.harness import ENV, events, write_config
-from tests.kto import PLUGIN
+from tests.npo import PLUGIN
 from tests.tiny import tiny_model_dir
 
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -25,16 +25,20 @@ def run(*arguments: object, where: Path, **more: str) -> str:
     return done.stdout
 
 
-def test_kto_is_installed_and_trains(tmp_path: Path) -> None:
-    shutil.copytree(PLUGIN, tmp_path / "kto")
+def test_npo_is_installed_and_trains(tmp_path: Path) -> None:
+    shutil.copytree(PLUGIN, tmp_path / "npo")
     here = {"PYTHONPATH": os.pathsep.join([ENV["PYTHONPATH"], str(tmp_path / "site")])}
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation")
-    run(*pip, "--target", tmp_path / "site", tmp_path / "kto", where=tmp_path)
+    run(*pip, "--target", tmp_path / "site", tmp_path / "npo", where=tmp_path)
     schema: Any = json.loads(run(sys.executable, "-m", "drumline", "schema", where=tmp_path, **here))
-    assert "desirable_weight" in json.dumps(schema)
-    sections: dict[str, Any] = {"algorithm": {"kind": "kto", "beta": 0.2}, "batch": {"global_samples": 8, "micro_batch": 2}}
+    assert "keep_weight" in json.dumps(schema)
+    sections: dict[str, Any] = {
+        "algorithm": {"kind": "npo", "loss_chunk": 32},
+        "batch": {"global_samples": 8, "micro_batch": 2},
+        "eval": {"at_start": True},
+    }
     config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), rows=24, run={"steps": 3}, **sections)
     run(sys.executable, "-m", "drumline", "train", config, where=tmp_path, **here)
-    steps = events(tmp_path / "run", "step")
-    assert len(steps) == 3 and steps[0]["loss"] == pytest.approx(0.5, abs=1e-3) and steps[0]["kl"] == pytest.approx(0.0, abs=1e-4)
-    assert {"kl", "margin", "reward_chosen", "reward_rejected"} <= events(tmp_path / "run", "eval")[-1].keys()
+    steps, evaluations = events(tmp_path / "run", "step"), events(tmp_path / "run", "eval")
+    assert len(steps) == 3 and steps[0]["forgotten"] == pytest.approx(0.0, abs=1e-4)
+    assert evaluations[-1]["forgotten"] > evaluations[0]["forgotten"] and {"loss", "kept"} <= evaluations[-1].keys()

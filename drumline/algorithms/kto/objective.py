@@ -1,0 +1,99 @@
+"""Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306, equation 7) and its variant of APO.
+
+A score s is log π(y | x) − log π_ref(y | x), summed over the tokens of an answer y to a prompt x; w is `desirable_weight` or
+`undesirable_weight`.
+
+    kto                  w (1 − σ(β(s − z))) for a good answer, w (1 − σ(β(z − s))) for a bad one
+    apo_zero_unpaired    the same with z = 0                       D'Oosterlinck et al. 2024, equation 7, for single answers
+
+z = max(0, mean of log π(y' | x) − log π_ref(y' | x)) estimates the KL of policy and reference. It is a number without a gradient, over
+all samples of the global batch, and y' is the answer to another prompt: that of the sample before x in the global batch, around its end.
+TRL 1.16 takes the mean over one micro-batch of all ranks, which depends on how a batch is cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from drumline.algorithms.base import LossOut
+from drumline.algorithms.kto.spec import KTOConfig
+from drumline.algorithms.pairs import Answers
+
+
+@dataclass(frozen=True, kw_only=True)
+class APOZero(Answers):
+    """`loss: apo_zero_unpaired`. Losses are summed over the answers of a `JudgedBatch`."""
+
+    spec: KTOConfig
+
+    def objective(self, outputs: Any, batch: Any) -> LossOut:
+        assert batch.reference_B is not None, "the stream adds the reference's log-probabilities"
+        log_probs_B = self.score(outputs, batch)
+        score_B = log_probs_B - batch.reference_B
+        baseline = self.baseline(batch)
+        good_loss_B = torch.sigmoid(self.spec.beta * (baseline - score_B))
+        bad_loss_B = torch.sigmoid(self.spec.beta * (score_B - baseline))
+        good_weight_B = self.spec.desirable_weight * batch.good_B
+        bad_weight_B = self.spec.undesirable_weight * batch.bad_B
+        loss_sum = (good_weight_B * good_loss_B + bad_weight_B * bad_loss_B).sum().float()
+
+        rewards_B = self.spec.beta * score_B.detach()
+        log_probs_B = log_probs_B.detach()
+        good, bad = batch.good_B.sum(), batch.bad_B.sum()
+        sums = {
+            "good": good,
+            "bad": bad,
+            "kl": baseline * (good + bad),
+            "reward_chosen": (rewards_B * batch.good_B).sum(),
+            "reward_rejected": (rewards_B * batch.bad_B).sum(),
+            "log_prob_chosen": (log_probs_B * batch.good_B).sum(),
+            "log_prob_rejected": (log_probs_B * batch.bad_B).sum(),
+        }
+        return LossOut(loss_sum, sums)
+
+    def baseline(self, batch: Any) -> torch.Tensor:
+        """What scores are compared with: z, an fp64 scalar."""
+        return torch.zeros_like(batch.good_B.sum())
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        answers = max(1.0, sums["good"] + sums["bad"])
+        return {"loss": sums["loss"] / answers, **self.step_metrics(sums)}
+
+    def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Means over the answers of a label, as TRL has them; `margin` is the difference of the two rewards."""
+        good = max(1.0, sums["good"])
+        bad = max(1.0, sums["bad"])
+        reward_chosen = sums["reward_chosen"] / good
+        reward_rejected = sums["reward_rejected"] / bad
+        return {
+            "kl": sums["kl"] / max(1.0, sums["good"] + sums["bad"]),
+            "margin": reward_chosen - reward_rejected,
+            "reward_chosen": reward_chosen,
+            "reward_rejected": reward_rejected,
+            "log_prob_chosen": sums["log_prob_chosen"] / good,
+            "log_prob_rejected": sums["log_prob_rejected"] / bad,
+        }
+
+
+class KTO(APOZero):
+    """`loss: kto`. The first pass scores the mismatched answers of the whole global batch."""
+
+    def first_batch(self, batch: Any) -> Any:
+        return replace(batch.others, reference_B=batch.first_reference_B)
+
+    def first_pass(self, outputs: Any, batch: Any) -> torch.Tensor:
+        """Scores of mismatched answers, fp64[B, 1]."""
+        score_B = self.score(outputs, batch) - batch.reference_B
+        return score_B[:, None]
+
+    def baseline(self, batch: Any) -> torch.Tensor:
+        return batch.first.numbers_NK.mean().clamp(min=0)
+
+
+def build(spec: KTOConfig) -> APOZero:
+    """The objective of a spec."""
+    kind = KTO if spec.loss == "kto" else APOZero
+    return kind(spec=spec, chunk=spec.loss_chunk)

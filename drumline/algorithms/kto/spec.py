@@ -1,0 +1,76 @@
+"""Kahneman-Tversky optimisation: from answers that are labelled good or bad, one by one. No torch at the top."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from drumline.algorithms.specs import JudgedSpec
+from drumline.core.algorithm import ReferencedSpec, ReferenceKind
+from drumline.core.model import Model
+from drumline.core.section import Above0
+
+if TYPE_CHECKING:
+    from drumline.core.config import Config
+
+
+class KTOConfig(JudgedSpec, ReferencedSpec):
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024): from single answers that are labelled good or bad."""
+
+    position: ClassVar[int] = 3
+    rate: ClassVar[float] = 5e-7
+    metrics: ClassVar[tuple[str, ...]] = (
+        "loss",
+        "kl",
+        "margin",
+        "reward_chosen",
+        "reward_rejected",
+        "log_prob_chosen",
+        "log_prob_rejected",
+    )
+    pairs_with_previous: ClassVar[bool] = True
+    objective: ClassVar[str] = "drumline.algorithms.kto.objective:build"
+    kind: Literal["kto"] = "kto"
+    beta: Above0 = Field(0.1, description="How closely the policy is held to the reference.")
+    loss: Literal["kto", "apo_zero_unpaired"] = Field(
+        "kto",
+        description="kto: rewards are compared with a KL that is estimated over the global batch."
+        " apo_zero_unpaired: with 0 (D'Oosterlinck et al. 2024), which needs no KL.",
+    )
+    desirable_weight: Above0 = Field(1.0, description="Weight of the losses of good answers.")
+    undesirable_weight: Above0 = Field(1.0, description="Weight of the losses of bad answers.")
+    reference: Literal["auto", "precomputed", "live", "adapter"] = Field(
+        "auto",
+        description="Log-probs of the reference: live from a frozen copy, from the policy with its"
+        " adapter switched off, or (loss: apo_zero_unpaired) precomputed once before training."
+        " auto: adapter under LoRA, else live, and precomputed for apo_zero_unpaired.",
+    )
+    reference_model: Model | None = Field(
+        None, description="Another reference than the model that training starts from."
+    )
+
+    @model_validator(mode="after")
+    def _reference_is_known(self) -> KTOConfig:
+        if self.reference == "precomputed" and self.loss == "kto":
+            raise ValueError(
+                "reference: precomputed requires loss: apo_zero_unpaired; the KL of kto is of answers"
+                " that change with each batch: use live"
+            )
+        return self
+
+    @property
+    def extra_forwards(self) -> int:
+        """1 for the KL."""
+        return 1 if self.loss == "kto" else 0
+
+    @property
+    def reference_forwards(self) -> int:
+        """2 with the KL: it is of other answers than the loss."""
+        return 1 + self.extra_forwards
+
+    def reference_of(self, config: Config) -> ReferenceKind:
+        found = super().reference_of(config)
+        if found == "precomputed" and self.loss == "kto":
+            return "live"
+        return found

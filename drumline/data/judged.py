@@ -1,0 +1,137 @@
+"""Batches of answers that are labelled good or bad, and the mismatched answers that KTO estimates its KL from. B rows, T tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from drumline.data.batches import Batch, First, TokenBatch, collate, learned_segment
+from drumline.data.cache import Segment, TokenCache
+from drumline.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedBatch(TokenBatch):
+    """A TokenBatch with a row for each judged answer, whose tokens are the targets.
+
+    `good_B`, `bad_B`: fp64, 1 for an answer with this label, else 0. A filler has 0 in both.
+    `samples_P`: int64, numbers of the samples in their cache, -1 for fillers.
+    `reference_B`: fp64, log-probability of each answer under the reference; None until it is known.
+    `others`: the same prompts with answers to other prompts; None if the algorithm needs none.
+    `first_reference_B`: the `reference_B` of `others`.
+    `weight`: the number of real rows.
+    """
+
+    good_B: torch.Tensor
+    bad_B: torch.Tensor
+    samples_P: torch.Tensor
+    reference_B: torch.Tensor | None = None
+    others: JudgedBatch | None = None
+    first_reference_B: torch.Tensor | None = None
+
+    weigh = staticmethod(Batch.weigh)
+
+    @property
+    def real_P(self) -> torch.Tensor:  # noqa: N802 - as the fields of batches are called
+        """fp64: 1 for a sample, 0 for a filler."""
+        return self.good_B + self.bad_B
+
+    def token_weights(self) -> torch.Tensor:
+        """[B, T]: they add up to 1 for each answer."""
+        last_BT = self.position_ids_BT == self.last_B[:, None]
+        return last_BT * self.real_P[:, None]
+
+
+def judged_batch(
+    rows: Sequence[Segment | None],
+    labels: Sequence[bool | None],
+    samples: Sequence[int],
+    pad_id: int,
+    width: int | None,
+) -> JudgedBatch:
+    """A batch of one segment for each answer; a filler is None, and so is its label."""
+    documents = [None if row is None else [row] for row in rows]
+    fields = vars(collate(documents, pad_id, width))
+    fields["weight"] = sum(row is not None for row in rows)
+    return JudgedBatch(
+        **fields,
+        good_B=torch.tensor([float(label is True) for label in labels], dtype=torch.float64),
+        bad_B=torch.tensor([float(label is False) for label in labels], dtype=torch.float64),
+        samples_P=torch.tensor(samples, dtype=torch.int64),
+    )
+
+
+def collate_judged(
+    cache: TokenCache, samples: Sequence[int], pad_id: int, width: int | None
+) -> JudgedBatch:
+    """The answers of `samples` in a cache (-1: a filler), padded to `width` tokens; None: to the longest."""
+    rows = _segments(cache, samples)
+    return judged_batch(rows, _labels(cache, samples), samples, pad_id, width)
+
+
+def collate_with_others(
+    cache: TokenCache,
+    samples: Sequence[int],
+    previous: Sequence[int],
+    pad_id: int,
+    width: int | None,
+    max_length: int,
+) -> JudgedBatch:
+    """`collate_judged`, and in `others` each prompt with the answer of the sample before it.
+
+    `previous`: of each sample the one before it in the global batch, around its end. TRL pairs the
+    samples of a batch the same way. `max_length`: tokens that a mismatched row may have.
+    """
+    batch = collate_judged(cache, samples, pad_id, width)
+    mismatched: list[Segment | None] = []
+    for row, other in zip(_segments(cache, samples), _segments(cache, previous), strict=True):
+        if row is None or other is None:
+            mismatched.append(None)
+        else:
+            mismatched.append(mismatch(row, other, max_length))
+    others = judged_batch(mismatched, _labels(cache, samples), samples, pad_id, width)
+    return replace(batch, others=others)
+
+
+def mismatch(row: Segment, other: Segment, max_length: int) -> Segment:
+    """The prompt of one row with the answer of another, at most `max_length` tokens."""
+    tokens, learn = row
+    other_tokens, other_learn = other
+    # A prompt is all that comes before the first target.
+    prompt = slice(int(learn.argmax()))
+    answer = slice(int(other_learn.argmax()), None)
+    joined_tokens = np.concatenate((tokens[prompt], other_tokens[answer]))
+    joined_learn = np.concatenate((learn[prompt], other_learn[answer]))
+    return joined_tokens[:max_length], joined_learn[:max_length]
+
+
+def learned_judged(rows: int, length: int) -> JudgedBatch:
+    """Good answers of `length` tokens, all targets; all numbers of the reference and of a first pass are 0."""
+    segments = [learned_segment(length)] * rows
+    batch = judged_batch(segments, [True] * rows, range(rows), 0, length)
+    zeros_B = torch.zeros(rows, dtype=torch.float64)
+    return replace(batch, reference_B=zeros_B, first=First(zeros_B[:, None]))
+
+
+def require_both_labels(train: TokenCache) -> None:
+    """Raises DataError if all training rows have the same label."""
+    seen = set()
+    for sample in range(len(train)):
+        seen.add(train.meta(sample)["good"])
+        if len(seen) == 2:
+            return
+    label = "true" if True in seen else "false"
+    what = f"all {len(train)} training rows have label {label}"
+    fix = "add rows with the other label: the algorithm learns from good and bad answers"
+    raise DataError(what, where="data.train", fix=fix)
+
+
+def _segments(cache: TokenCache, samples: Sequence[int]) -> list[Segment | None]:
+    return [cache.segments(sample)[0] if sample >= 0 else None for sample in samples]
+
+
+def _labels(cache: TokenCache, samples: Sequence[int]) -> list[bool | None]:
+    return [cache.meta(sample)["good"] if sample >= 0 else None for sample in samples]
