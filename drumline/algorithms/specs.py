@@ -102,7 +102,7 @@ class JudgedSpec(ChunkedSpec):
     def collator(self, plan: Plan, width: int | None) -> Callable[[Any], Callable[..., Any]]:
         from drumline.data.collators import judged_collator
 
-        return judged_collator(plan, width, has_others=bool(self.extra_forwards))
+        return judged_collator(plan, width, has_mismatched=bool(self.extra_forwards))
 
     def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any]:
         return {"prompt": random_text(1), "chosen": random_text(length), "rejected": random_text(length)}

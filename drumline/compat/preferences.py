@@ -11,7 +11,6 @@ from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.mistakes import by_word
 from drumline.core.registry import find
 
-
 _DPO, _KTO = find(AlgorithmSpec, "dpo"), find(AlgorithmSpec, "kto")
 assert _DPO is not None and _KTO is not None
 # Loss there → kind of algorithm here. All but two are losses of DPO, with the same names.

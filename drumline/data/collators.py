@@ -8,8 +8,8 @@ from typing import Any
 from drumline.core.plan import Plan
 from drumline.data.batches import collate, collate_pairs, collate_texts
 from drumline.data.cache import TokenCache
-from drumline.data.judged import collate_judged, collate_with_others
 from drumline.data.images import collate_images, collate_vision
+from drumline.data.judged import collate_judged, collate_mismatched
 from drumline.models.load import load_config
 from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import load_processor, side_of, vision_of
@@ -36,11 +36,11 @@ def pair_collator(plan: Plan, width: int | None) -> Collator:
     return lambda cache: lambda ids: collate_pairs(cache, ids, pad, width)
 
 
-def judged_collator(plan: Plan, width: int | None, has_others: bool) -> Callable[[TokenCache], Callable[..., Any]]:
-    """For answers that are labelled good or bad. `has_others`: also the mismatched ones, see `data.judged`."""
+def judged_collator(plan: Plan, width: int | None, has_mismatched: bool) -> Callable[[TokenCache], Callable[..., Any]]:
+    """For answers that are labelled good or bad. `has_mismatched`: also the mismatched ones, see `data.judged`."""
     pad, max_length = padding(plan), plan.config.data.max_length
-    if has_others:
-        return lambda cache: lambda ids, previous: collate_with_others(cache, ids, previous, pad, width, max_length)
+    if has_mismatched:
+        return lambda cache: lambda ids, previous: collate_mismatched(cache, ids, previous, pad, width, max_length)
     # Algorithms that pair samples are given those before these, and may leave them alone.
     return lambda cache: lambda ids, *_: collate_judged(cache, ids, pad, width)
 

@@ -15,7 +15,7 @@ from drumline.core.data import DataConfig
 from drumline.data.cache import TokenCache
 from drumline.data.files import as_json, image_path, root_of
 from drumline.data.formats import LABELS
-from drumline.data.pairs import SIDES, Text, pair_parts
+from drumline.data.pairs import SAME_ANSWER, SIDES, Text, pair_parts
 from drumline.data.sources import Row, holds_images
 from drumline.data.templates import Encoded, Encoder, Example, Policy, truncate
 from drumline.data.turns import as_messages
@@ -108,7 +108,7 @@ class PairRows(AnswerRows):
         prompt, *answers = pair_parts(row.values, row.origin)
         full = [self.example(prompt, answer, name, row, is_plain) for answer, name in zip(answers, SIDES, strict=True)]
         if np.array_equal(full[0].tokens, full[1].tokens):
-            raise DataError("`chosen` and `rejected` are the same answer", where=row.origin, fix="take the row out")
+            raise DataError(SAME_ANSWER, where=row.origin, fix="take the row out")
         pair = cut_pair(full[0], full[1], self.data.max_length, self.data.truncation, row.origin)
         if pair is None:
             return None

@@ -20,8 +20,8 @@ class JudgedBatch(TokenBatch):
     `good_B`, `bad_B`: fp64, 1 for an answer with this label, else 0. A filler has 0 in both.
     `samples_P`: int64, numbers of the samples in their cache, -1 for fillers.
     `reference_B`: fp64, log-probability of each answer under the reference; None until it is known.
-    `others`: the same prompts with answers to other prompts; None if the algorithm needs none.
-    `first_reference_B`: the `reference_B` of `others`.
+    `mismatched`: the same prompts with answers to other prompts; None if the algorithm needs none.
+    `first_reference_B`: the `reference_B` of `mismatched`.
     `weight`: the number of real rows.
     """
 
@@ -29,7 +29,7 @@ class JudgedBatch(TokenBatch):
     bad_B: torch.Tensor
     samples_P: torch.Tensor
     reference_B: torch.Tensor | None = None
-    others: JudgedBatch | None = None
+    mismatched: JudgedBatch | None = None
     first_reference_B: torch.Tensor | None = None
 
     weigh = staticmethod(Batch.weigh)
@@ -72,7 +72,7 @@ def collate_judged(
     return judged_batch(rows, _labels(cache, samples), samples, pad_id, width)
 
 
-def collate_with_others(
+def collate_mismatched(
     cache: TokenCache,
     samples: Sequence[int],
     previous: Sequence[int],
@@ -80,20 +80,20 @@ def collate_with_others(
     width: int | None,
     max_length: int,
 ) -> JudgedBatch:
-    """`collate_judged`, and in `others` each prompt with the answer of the sample before it.
+    """`collate_judged`, and in `mismatched` each prompt with the answer of the sample before it.
 
     `previous`: of each sample the one before it in the global batch, around its end. TRL pairs the
     samples of a batch the same way. `max_length`: tokens that a mismatched row may have.
     """
     batch = collate_judged(cache, samples, pad_id, width)
-    mismatched: list[Segment | None] = []
+    mismatched_rows: list[Segment | None] = []
     for row, other in zip(_segments(cache, samples), _segments(cache, previous), strict=True):
         if row is None or other is None:
-            mismatched.append(None)
+            mismatched_rows.append(None)
         else:
-            mismatched.append(mismatch(row, other, max_length))
-    others = judged_batch(mismatched, _labels(cache, samples), samples, pad_id, width)
-    return replace(batch, others=others)
+            mismatched_rows.append(mismatch(row, other, max_length))
+    mismatched = judged_batch(mismatched_rows, _labels(cache, samples), samples, pad_id, width)
+    return replace(batch, mismatched=mismatched)
 
 
 def mismatch(row: Segment, other: Segment, max_length: int) -> Segment:

@@ -12,6 +12,7 @@ from drumline.errors import DataError
 
 Text = str | Messages
 SIDES = ("chosen", "rejected")
+SAME_ANSWER = "`chosen` and `rejected` are the same answer"
 JUDGEMENTS = {"label", "kto_tag"}  # columns that say whether an answer is good
 
 
@@ -35,9 +36,12 @@ def is_pair_to_split(values: dict[str, Any], known: Forms, wanted: str, origin: 
 def split_pair(values: dict[str, Any], origin: str) -> list[dict[str, Any]]:
     """Return the two rows of a pair: its chosen answer with label true, the rejected one with false.
 
-    The rows have `prompt`, `completion` and `label`, and the pair's tools.
+    The rows have `prompt`, `completion` and `label`, and the pair's tools. Raises DataError for two
+    equal answers, which would be good and bad at once.
     """
     prompt, chosen, rejected = pair_parts(values, origin)
+    if chosen == rejected:
+        raise DataError(SAME_ANSWER, where=origin, fix="take the row out")
     shared = {"prompt": prompt}
     if "tools" in values:
         shared["tools"] = values["tools"]
@@ -69,7 +73,11 @@ def _behind(begin: Messages, side: Text) -> Text:
     """A side without the prompt that it repeats, whose system's message may be in a column of its own."""
     bare = begin[1:] if begin[0]["role"] == "system" else []
     for turns in (begin, bare):
-        if isinstance(side, list) and turns and [_stripped(turn) for turn in side[: len(turns)]] == turns:
+        if (
+            isinstance(side, list)
+            and turns
+            and [_stripped(turn) for turn in side[: len(turns)]] == turns
+        ):
             return side[len(turns) :]
     return side
 

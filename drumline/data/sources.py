@@ -31,7 +31,19 @@ from urllib.parse import urlparse
 import numpy as np
 
 from drumline.core import mirror
-from drumline.core.data import PAIR_FORMS, TEXT_FORMS, Columns, DigitsSource, FileSource, Forms, HubSource, SavedSource, Source, SqlSource, TasksSource
+from drumline.core.data import (
+    PAIR_FORMS,
+    TEXT_FORMS,
+    Columns,
+    DigitsSource,
+    FileSource,
+    Forms,
+    HubSource,
+    SavedSource,
+    Source,
+    SqlSource,
+    TasksSource,
+)
 from drumline.data.files import Raw, TableRow, read_digits, read_file, read_tasks
 from drumline.data.formats import Tie, judges_answers, nearest_format, shaped
 from drumline.data.pairs import is_pair_to_split, split_pair
@@ -75,8 +87,8 @@ def read_rows(
 ) -> Iterator[Row]:
     """The rows of `source`, number `number` of its list, in its own order, at most `source.limit`; file paths are relative to `base_dir`.
     `keep`: which raw rows are taken, perhaps none. `faulty`: also those that cannot be used, with their error. Rows of answers without a
-    better one are left out, and counted in `ties` under the source's name. Where answers are judged one by one, a pair becomes two rows. Raises DataError for a source that cannot be read, has no rows,
-    or has a row without a mapped column."""
+    better one are left out, and counted in `ties` under the source's name. Where an algorithm learns from answers one by one, a pair
+    becomes two rows. Raises DataError for a source that cannot be read, has no rows, or has a row without a mapped column."""
     count, undecided, names = 0, 0, domains(source)
     mapped = any(getattr(source.columns, part) is not None for part in Columns.model_fields.keys() - set(OPTIONAL))
     if mapped and source.format not in ("auto", "own"):

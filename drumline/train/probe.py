@@ -94,5 +94,5 @@ def short(candidate: Candidate, run_dir: Path, rows: Path | None) -> Config:
     }
     if rows is not None:
         same = {name: getattr(config.data, name) for name in SAME}
-        sections["data"] = DataConfig(train=[FileSource(path=str(rows))], learn_on="all", cache_dir=str(run_dir / "cache"), **same)
+        sections["data"] = DataConfig(train=[FileSource(path=str(rows))], cache_dir=str(run_dir / "cache"), **same)
     return config.model_copy(update=sections)

@@ -33,7 +33,7 @@ QUICK = [
 ]
 # With the real model in every run of the suite; the others with it where `--full` is asked for.
 REAL = ("sft_smollm2",)
-PAIRS = ("reward_smollm2", "dpo_smollm2")
+PAIRS = ("reward_smollm2", "dpo_smollm2", "kto_smollm2")
 # What they show is a strategy, which parity tests, or what another shows: their first steps run where `--full` is asked for.
 AGAIN = (
     "bert_large_ddp",
@@ -135,7 +135,7 @@ def quick(path: Path, instead: dict[str, list[str]]) -> list[str]:
     """What makes an example's first steps small."""
     kind = load(path, []).config.algorithm.kind
     more = [*instead.get(path.stem, []), *SMALLER.get(path.stem, []), *QUICK, *BATCH, *(ROLLOUT if kind in ("ppo", "grpo") else [])]
-    return more + (FEW_PAIRS if kind in ("reward", "dpo") else [])
+    return more + (FEW_PAIRS if kind in ("reward", "dpo", "kto") else [])
 
 
 def by_command(path: Path, real: bool) -> bool:
@@ -184,7 +184,7 @@ def test_first_steps(path: Path, real: bool, tmp_path: Path, instead: dict[str, 
     assert [e["step"] for e in events(run, "step")] == [1, 2], said
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", [*PAIRS[:2], pytest.param("kto_smollm2", marks=pytest.mark.full)])
 def test_pairs_with_a_tiny_model(name: str, tmp_path: Path) -> None:
     """Whole runs of two steps, held-out pairs and the metric that `best` means among them."""
     pytest.importorskip("reasoning_gym")
@@ -200,5 +200,6 @@ def test_pairs_with_a_tiny_model(name: str, tmp_path: Path) -> None:
     finished = drumline("train", ROOT / "examples" / f"{name}.yaml", f"run.dir={tmp_path / 'run'}", *few, *quick, *BATCH)
     assert finished.code == 0, finished.out + finished.err
     assert len(events(tmp_path / "run", "step")) == 2
-    metric = {"reward_smollm2": "accuracy", "dpo_smollm2": "margin"}[name]
-    assert [metric in event and event["samples"] == 4 for event in events(tmp_path / "run", "eval")] == [True, True]
+    metric = {"reward_smollm2": "accuracy", "dpo_smollm2": "margin", "kto_smollm2": "margin"}[name]
+    samples = 8 if name == "kto_smollm2" else 4  # of each pair it judges both answers
+    assert [metric in event and event["samples"] == samples for event in events(tmp_path / "run", "eval")] == [True, True]

@@ -22,31 +22,39 @@ from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.config import Config
 from drumline.core.data import JUDGED_FORMS, DataConfig, FileSource
 from drumline.data.encode import JudgedRows
-from drumline.data.judged import collate_with_others, require_both_labels
+from drumline.data.judged import collate_mismatched, require_both_labels
+from drumline.data.pairs import split_pair
 from drumline.data.sources import Row, read_rows
 from drumline.errors import ConfigError, DataError
 from drumline.models.head import ForwardWithObjective
 from tests.reference.pairs import gradients, model, tokenizer, unpaired
 from tests.unit.test_pairs_trl import close
 
-TRL: dict[str, Any] = json.loads((Path(__file__).parents[1] / "reference" / "kto_trl.json").read_text())
+TRL: dict[str, Any] = json.loads(
+    (Path(__file__).parents[1] / "reference" / "kto_trl.json").read_text()
+)
 ROWS = unpaired()
 CLOSE = {"rel": 1e-5, "abs": 1e-5}
 
 
 def data(**keys: Any) -> DataConfig:
-    return DataConfig.model_validate({"train": [{"kind": "file", "path": "unused"}], "max_length": 128, **keys})
+    return DataConfig.model_validate(
+        {"train": [{"kind": "file", "path": "unused"}], "max_length": 128, **keys}
+    )
 
 
 def batches(cuts: list[list[int]]) -> list[Any]:
     """-1: a filler. The sample before the first is the last."""
-    made = [JudgedRows(tokenizer(), data()).encode(Row(f"row {index}", row)) for index, row in enumerate(ROWS)]
+    made = [
+        JudgedRows(tokenizer(), data()).encode(Row(f"row {index}", row))
+        for index, row in enumerate(ROWS)
+    ]
     segments = [[(side.tokens, side.learn) for side in each.segments] for each in made]
     cache = SimpleNamespace(segments=segments.__getitem__, meta=lambda sample: made[sample].meta)
     micro_batches = []
     for ids in cuts:
         previous = [(sample - 1) % len(ROWS) if sample >= 0 else -1 for sample in ids]
-        micro_batches.append(collate_with_others(cache, ids, previous, 0, None, 128))
+        micro_batches.append(collate_mismatched(cache, ids, previous, 0, None, 128))
     return micro_batches
 
 
@@ -68,7 +76,9 @@ def spec_of(options: dict[str, Any]) -> KTOConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cuts", [[list(range(8))], [[3, 0, -1], [7, 6, 1], [2, 5, 4]]], ids=["whole", "cut"])
+@pytest.mark.parametrize(
+    "cuts", [[list(range(8))], [[3, 0, -1], [7, 6, 1], [2, 5, 4]]], ids=["whole", "cut"]
+)
 @pytest.mark.parametrize("name", TRL["cases"])
 def test_losses_figures_and_gradients_are_trls(name: str, cuts: list[list[int]]) -> None:
     from transformers import LlamaForCausalLM
@@ -79,11 +89,18 @@ def test_losses_figures_and_gradients_are_trls(name: str, cuts: list[list[int]])
     algorithm = spec_of(case["options"]).build()
     policy, reference = (model(LlamaForCausalLM, seed) for seed in case["seeds"])
     micro_batches = [
-        replace(b, reference_B=read(reference, b, algorithm.score), first_reference_B=read(reference, b.others, algorithm.score))
+        replace(
+            b,
+            reference_B=read(reference, b, algorithm.score),
+            first_reference_B=read(reference, b.mismatched, algorithm.score),
+        )
         for b in batches(cuts)
     ]
     if algorithm.first_pass is not None:
-        numbers = [read(policy, algorithm.first_batch(b), algorithm.first_pass)[b.real_P > 0] for b in micro_batches]
+        numbers = [
+            read(policy, algorithm.first_batch(b), algorithm.first_pass)[b.real_P > 0]
+            for b in micro_batches
+        ]
         first = First(torch.cat(numbers))
         micro_batches = [replace(b, first=first) for b in micro_batches]
     sums: dict[str, float] = {}
@@ -98,19 +115,31 @@ def test_losses_figures_and_gradients_are_trls(name: str, cuts: list[list[int]])
     close(gradients(policy), case["gradients"])
 
 
-@pytest.mark.parametrize("spec", [KTOConfig(), KTOConfig(loss="apo_zero_unpaired"), DPOConfig(), DPOConfig(loss="aot")], ids=repr)
+@pytest.mark.parametrize(
+    "spec",
+    [KTOConfig(), KTOConfig(loss="apo_zero_unpaired"), DPOConfig(), DPOConfig(loss="aot")],
+    ids=repr,
+)
 def test_a_first_pass_is_planned(spec: AlgorithmSpec) -> None:
     assert (spec.build().first_pass is not None) == bool(spec.extra_forwards)
 
 
 def test_where_the_reference_comes_from() -> None:
     def found(algorithm: dict[str, Any], **more: Any) -> str:
-        sections = {"model": {"id": "a/b"}, "data": {"train": ["rows.jsonl"], "max_length": 8}, **more}
+        sections = {
+            "model": {"id": "a/b"},
+            "data": {"train": ["rows.jsonl"], "max_length": 8},
+            **more,
+        }
         config = Config.model_validate({**sections, "algorithm": {"kind": "kto", **algorithm}})
         return config.algorithm.reference_of(config)
 
     apo = {"loss": "apo_zero_unpaired"}
-    assert (found({}), found({}, adapter={"kind": "lora"}), found(apo)) == ("live", "adapter", "precomputed")
+    assert (found({}), found({}, adapter={"kind": "lora"}), found(apo)) == (
+        "live",
+        "adapter",
+        "precomputed",
+    )
     with pytest.raises(ValidationError, match="precomputed requires loss: apo_zero_unpaired"):
         KTOConfig(reference="precomputed")
 
@@ -118,9 +147,15 @@ def test_where_the_reference_comes_from() -> None:
 def test_a_mismatched_row_has_its_own_prompt_and_the_answer_before_it() -> None:
     (batch,) = batches([[0, 1]])
     text = tokenizer()
-    rows = [text.decode(row[:last]) for row, last in zip(batch.others.input_ids_BT, batch.others.lengths_B, strict=True)]
+    rows = [
+        text.decode(row[:last])
+        for row, last in zip(batch.mismatched.input_ids_BT, batch.mismatched.lengths_B, strict=True)
+    ]
     for row, index, before in zip(rows, (0, 1), (7, 0), strict=True):
-        assert ROWS[index]["prompt"][0]["content"] in row and ROWS[before]["completion"][0]["content"] in row
+        assert (
+            ROWS[index]["prompt"][0]["content"] in row
+            and ROWS[before]["completion"][0]["content"] in row
+        )
     assert batch.token_weights().sum(1).tolist() == [1, 1] and batch.weight == 2
 
 
@@ -152,11 +187,16 @@ def test_a_mistake_is_one_line() -> None:
         encoder.encode(Row("row 1", {**ROWS[0], "completion": " "}))
     with pytest.raises(ConfigError, match=r"data\.learn_on"):
         JudgedRows(tokenizer(), data(learn_on="all"))
+    with pytest.raises(DataError, match="are the same answer"):
+        split_pair({"prompt": "q", "chosen": "a", "rejected": "a"}, "row 1")
     with pytest.raises(DataError, match="all 3 training rows have label false"):
         require_both_labels(OneLabel())
 
 
-USER, SAY, BAD_SAY = ({"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "a"), ("assistant", "b")))
+USER, SAY, BAD_SAY = (
+    {"role": role, "content": text}
+    for role, text in (("user", "q"), ("assistant", "a"), ("assistant", "b"))
+)
 ALIKE = {"prompt": "q", "completion": "a", "label": True}
 PAIR = [ALIKE, {"prompt": "q", "completion": "b", "label": False}]
 TALKS = [{"prompt": [USER], "completion": [each], "label": each is SAY} for each in (SAY, BAD_SAY)]
@@ -165,9 +205,18 @@ SHAPES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "number": ({"prompt": "q", "completion": "a", "label": 1}, [ALIKE]),
     "messages": ({"messages": [USER, SAY], "label": True}, TALKS[:1]),
     "alpaca": ({"instruction": "q", "output": "a", "kto_tag": "true"}, [ALIKE]),
-    "sharegpt": ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "kto_tag": True}, TALKS[:1]),
+    "sharegpt": (
+        {
+            "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
+            "kto_tag": True,
+        },
+        TALKS[:1],
+    ),
     "pair": ({"prompt": "q", "chosen": "a", "rejected": "b"}, PAIR),
-    "pair with a label of another kind": ({"prompt": "q", "chosen": "a", "rejected": "b", "label": 0}, PAIR),
+    "pair with a label of another kind": (
+        {"prompt": "q", "chosen": "a", "rejected": "b", "label": 0},
+        PAIR,
+    ),
     "pair of questions": ({"question": "q", "Chosen": "a", "Rejected": "b"}, PAIR),
     "verdict": ({"prompt": "q", "response_a": "b", "response_b": "a", "winner": "model_b"}, PAIR),
     "conversations": ({"chosen": [USER, SAY], "rejected": [USER, BAD_SAY]}, TALKS),
@@ -188,9 +237,14 @@ def test_pairs_by_mapped_columns_and_without_a_prompt(tmp_path: Path) -> None:
     columns = {"prompt": "q", "chosen": "better", "rejected": "worse"}
     source = FileSource.model_validate({"path": "rows.jsonl", "columns": columns})
     assert [row.values for row in read_rows(source, tmp_path, JUDGED_FORMS)] == PAIR
-    (tmp_path / "texts.jsonl").write_text(json.dumps({"chosen": "one two a", "rejected": "one two b"}) + "\n")
+    (tmp_path / "texts.jsonl").write_text(
+        json.dumps({"chosen": "one two a", "rejected": "one two b"}) + "\n"
+    )
     rows = list(read_rows(FileSource(path="texts.jsonl"), tmp_path, JUDGED_FORMS))
-    assert [(row.values["prompt"], row.values["completion"], row.plain) for row in rows] == [("one two", " a", True), ("one two", " b", True)]
+    assert [(row.values["prompt"], row.values["completion"], row.plain) for row in rows] == [
+        ("one two", " a", True),
+        ("one two", " b", True),
+    ]
     # Such texts are taken as they are: the chat template's tokens are not among them.
     text = tokenizer()
     encoded = JudgedRows(text, data()).encode(rows[0])

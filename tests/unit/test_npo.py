@@ -26,7 +26,9 @@ def batch(picks: list[int]) -> Any:
     learn = torch.tensor([0] + [1] * TOKENS, dtype=torch.uint8).numpy()
     rows = [(tokens, learn) if pick >= 0 else None for pick in picks]
     labels = [LABELS[pick] if pick >= 0 else None for pick in picks]
-    reference_B = torch.tensor([REFERENCE[pick] if pick >= 0 else 0.0 for pick in picks], dtype=torch.float64)
+    reference_B = torch.tensor(
+        [REFERENCE[pick] if pick >= 0 else 0.0 for pick in picks], dtype=torch.float64
+    )
     return replace(judged_batch(rows, labels, picks, 0, None), reference_B=reference_B)
 
 
@@ -46,14 +48,22 @@ def test_loss_and_gradient_by_hand(cuts: list[list[int]]) -> None:
         out.loss_sum.backward()
         for name, value in {"loss": out.loss_sum.detach(), **out.sums}.items():
             sums[name] = sums.get(name, 0.0) + float(value)
-    ratios = [math.exp(BETA * (mine - theirs)) for mine, theirs in zip(LOG_PROBS[:2], REFERENCE[:2], strict=True)]
+    ratios = [
+        math.exp(BETA * (mine - theirs))
+        for mine, theirs in zip(LOG_PROBS[:2], REFERENCE[:2], strict=True)
+    ]
     # −(2 / β) log σ(−βs) = (2 / β) log(1 + (π / π_ref)^β), equation 3; its gradient is 2 r / (1 + r), equation 4.
     loss = sum(2 / BETA * math.log(1 + ratio) for ratio in ratios) + KEEP * 1.0 / TOKENS
-    assert algorithm.metrics(sums) == pytest.approx({"loss": loss / 3, "forgotten": (0.5 - 1.0) / 2, "kept": 0.0}, rel=1e-6)
+    assert algorithm.metrics(sums) == pytest.approx(
+        {"loss": loss / 3, "forgotten": (0.5 - 1.0) / 2, "kept": 0.0}, rel=1e-6
+    )
     gradients = [*(2 * ratio / (1 + ratio) for ratio in ratios), -KEEP / TOKENS]
     assert policy.grad.tolist() == pytest.approx(gradients, rel=1e-6)
 
 
 def test_the_plugin_is_small() -> None:
     files = [path for path in PLUGIN.rglob("*") if path.suffix in (".py", ".toml")]
-    assert len(files) <= 3 and sum(len(path.read_text().splitlines()) for path in files if path.suffix == ".py") <= 150
+    assert (
+        len(files) <= 3
+        and sum(len(path.read_text().splitlines()) for path in files if path.suffix == ".py") <= 150
+    )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from drumline.core.load import Request, load
+from drumline.data.sources import read_rows
 from drumline.errors import EnvironmentFault
 from drumline.planner.cost.fitted import PROBED
 from drumline.planner.question import ask
@@ -31,7 +32,7 @@ from drumline.planner.search.search import search
 from drumline.train.probe import STEPS, best, random_rows, short
 from drumline.train.setup import make_plan
 from tests.harness import drumline, write_config
-from tests.tiny import tiny_model_dir
+from tests.tiny import tiny_model_dir, tiny_tokenizer
 from tests.unit import test_truth
 from tests.unit.test_truth import GIB
 
@@ -121,13 +122,25 @@ def test_another_cluster_cannot_be_tried(answer: Answer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "columns"), [("pretrain", {"text"}), ("sft", {"prompt", "completion"}), ("dpo", {"prompt", "chosen", "rejected"})]
+    ("kind", "columns"),
+    [
+        ("pretrain", {"text"}),
+        ("sft", {"prompt", "completion"}),
+        ("dpo", {"prompt", "chosen", "rejected"}),
+        ("kto", {"prompt", "chosen", "rejected"}),
+    ],
 )
 def test_random_rows_have_the_form_that_is_learned(answer: Answer, tmp_path: Path, kind: str, columns: set[str]) -> None:
     config = answer.question.config.model_validate({**answer.question.config.model_dump(), "algorithm": {"kind": kind}})
-    rows = [json.loads(line) for line in random_rows(config, answer.ranked[0], tmp_path / "rows").read_text().splitlines()]
+    rows = [json.loads(line) for line in random_rows(config, answer.ranked[0], tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == STEPS * answer.ranked[0].layout.batch.global_samples and rows[0].keys() == columns
-    assert rows == [json.loads(line) for line in random_rows(config, answer.ranked[0], tmp_path / "rows").read_text().splitlines()]
+    assert rows == [json.loads(line) for line in random_rows(config, answer.ranked[0], tmp_path / "rows.jsonl").read_text().splitlines()]
+    # A probe trains on them: nearly every token of a full row is learned.
+    layout = answer.ranked[0].layout.model_copy(update={"config": config})
+    tried = short(replace(answer.ranked[0], layout=layout), tmp_path, tmp_path / "rows.jsonl")
+    row = next(read_rows(tried.data.train[0], tmp_path, config.algorithm.forms))
+    encoded = config.algorithm.encoder(tiny_tokenizer(), tried.data).encode(row)
+    assert all(segment.learned > 0.8 * tried.data.max_length for segment in encoded.segments)
 
 
 def test_prompts_cannot_be_made_up(answer: Answer, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ class KTO(APOZero):
     """`loss: kto`. The first pass scores the mismatched answers of the whole global batch."""
 
     def first_batch(self, batch: Any) -> Any:
-        return replace(batch.others, reference_B=batch.first_reference_B)
+        return replace(batch.mismatched, reference_B=batch.first_reference_B)
 
     def first_pass(self, outputs: Any, batch: Any) -> torch.Tensor:
         """Scores of mismatched answers, fp64[B, 1]."""

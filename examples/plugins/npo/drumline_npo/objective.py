@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch.nn.functional import logsigmoid
+
 from drumline.algorithms.base import LossOut
 from drumline.algorithms.pairs import Answers, answer_tokens
-from torch.nn.functional import logsigmoid
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
+from pydantic import Field
+
 from drumline.algorithms.specs import JudgedSpec
 from drumline.core.algorithm import ReferencedSpec
 from drumline.core.model import Model
 from drumline.core.section import Above0, Weight
-from pydantic import Field
 
 
 class NPOConfig(JudgedSpec, ReferencedSpec):
@@ -19,7 +20,9 @@ class NPOConfig(JudgedSpec, ReferencedSpec):
     rate: ClassVar[float] = 1e-5
     metrics: ClassVar[tuple[str, ...]] = ("loss", "forgotten", "kept")
 
-    beta: Above0 = Field(0.1, description="How early the loss of an answer that is forgotten levels off.")
+    beta: Above0 = Field(
+        0.1, description="How early the loss of an answer that is forgotten levels off."
+    )
     keep_weight: Weight = Field(1.0, description="Weight of the likelihood of the answers to keep.")
     # The two keys that `ReferencedSpec` reads: it says which models a plan needs, and where batches
     # get the reference's log-probabilities from.
