@@ -140,6 +140,10 @@ def test_where_the_reference_comes_from() -> None:
         "adapter",
         "precomputed",
     )
+    forwards = [
+        spec.reference_forwards for spec in (KTOConfig(), KTOConfig(**apo), DPOConfig(loss="aot"))
+    ]
+    assert forwards == [2, 1, 1], "the planner counts these"
     with pytest.raises(ValidationError, match="precomputed requires loss: apo_zero_unpaired"):
         KTOConfig(reference="precomputed")
 
