@@ -81,12 +81,18 @@ def train(
 @app.command()
 def launch(
     script: Annotated[Path, typer.Argument(parser=_path, metavar="SCRIPT.py", help="A Python file that has a drumline.session.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]...", help="The script's own.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]...", help="Arguments passed to the script.")] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="Processes on this machine (default: one per GPU, or 1).")] = None,
-    max_restarts: Annotated[int, typer.Option(min=0, help="Restarts after a dead rank; a session goes on from its checkpoint.")] = 0,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Restarts after a rank fails, from the session's newest checkpoint. Default: 3 with a drumline.session, else 0.",
+        ),
+    ] = None,
 ) -> None:
     """Run a script with a training loop of its own on several processes."""
-    from drumline.launchers.local import launch_script as run
+    from drumline.launchers.script import launch_script as run
 
     raise typer.Exit(run(script, arguments or [], nproc, max_restarts))
 

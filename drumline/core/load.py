@@ -359,6 +359,18 @@ def refused(old: Config, new: Config, allow: tuple[str, ...]) -> tuple[str, list
     return "; ".join(f"{key} {plain(before.get(key))!r} → {plain(after.get(key))!r}" for key in keys), keys
 
 
+def strategy_change(old: Config, new: Config, checkpoint: str) -> str | None:
+    """Return the line that says a checkpoint goes on under another strategy; None under the same.
+
+    Any strategy reads what any other wrote, so this is never refused.
+    """
+    if old.strategy.kind == new.strategy.kind:
+        return None
+    return (
+        f"{checkpoint} was saved under {old.strategy.kind}; the run goes on under {new.strategy.kind}"
+    )
+
+
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted key → value, of dictionaries at any depth; a list is one value."""
     if not isinstance(value, dict) or not value:

@@ -1,24 +1,21 @@
-"""The ranks of a plan, or of a script: start, watch, start again from the newest checkpoint, leave nothing behind. On this machine, or
+"""The ranks of a plan: start, watch, start again from the newest checkpoint, leave nothing behind. On this machine, or
 wherever a launcher's `Ranks` start them."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol
 
-from drumline.core.files import following, is_own_checkpoint, numbered
+from drumline.core.files import is_own_checkpoint, numbered
 from drumline.core.launcher import OnOutOfMemory
 from drumline.core.output import say
 from drumline.core.plan import Plan
 from drumline.core.process import tied
 from drumline.core.signals import LauncherSignals
 from drumline.core.urls import FETCHED, is_url
-from drumline.errors import NotSaved, UserError
-from drumline.hardware.detect import detect, free_bytes
+from drumline.errors import NotSaved
+from drumline.hardware.detect import free_bytes
 from drumline.launchers.environment import listen
 from drumline.launchers.hangs import write_stacks
 from drumline.launchers.postmortem import RankEnd, Restarts, exhausted, report, root_cause
@@ -76,7 +73,8 @@ def launch(
     options, run_dir = plan.config.launch, Path(plan.run_dir)
     events_path = run_dir / "events.jsonl"
     ranks = ranks or LocalRanks(plan.mesh.world_size, options.port, options.grace_seconds, early)
-    restarts, before, attempt = Restarts(options.max_restarts), len(read(events_path)), -1
+    restarts = Restarts(options.max_restarts, "launch.max_restarts is 0")
+    before, attempt = len(read(events_path)), -1
     with LauncherSignals(trial) as signals, tail(events_path, on_event):
         while True:
             past, attempt = len(read(events_path)), max(attempt + 1, next_attempt(run_dir))  # the folder may show a new name late
@@ -88,7 +86,7 @@ def launch(
                 _report_end(ends, code, signals.number, plan)
                 return NotSaved.exit_code if code == NotSaved.rank_code else code
             cause = root_cause(ends)
-            reached, failed_at = _progress(events_path, past)
+            reached, failed_at = progress_since(events_path, past)
             out, memory_line, again = exhausted(cause), None, ""
             if signals.number:
                 reason: str | None = "asked to stop"
@@ -153,7 +151,7 @@ def next_attempt(run_dir: Path) -> int:
     return max(numbered(run_dir / "logs", "attempt-"), default=-1) + 1
 
 
-def _progress(events_path: Path, past: int) -> tuple[int, int]:
+def progress_since(events_path: Path, past: int) -> tuple[int, int]:
     """The last step that any attempt finished, and the last one of the attempt that began after `past` events; -1 for none. Not by their
     times: hosts have clocks of their own."""
     steps = [(event.step, number >= past) for number, event in enumerate(read(events_path)) if isinstance(event, MILESTONES)]
@@ -227,40 +225,3 @@ def report_failure(
 def hang_of(cause: RankEnd) -> dict[str, Any] | None:
     """What the event of a hang says, where that ended the rank."""
     return (cause.error or {}).get("hang")
-
-
-def launch_script(script: Path, arguments: list[str], nproc: int | None, max_restarts: int) -> int:
-    """Run `nproc` ranks of a script (None: one a GPU, or one) to the end and return the exit code. What rank 0 prints is shown; the logs of
-    all are in runs/NAME/logs. A start after a dead rank goes on from the newest checkpoint. Raises UserError where there is no script."""
-    if not script.is_file():
-        raise UserError("there is no such script", where=str(script), fix="name a Python file")
-    nproc = nproc or max(1, len(detect().devices))
-    run_dir = Path("runs") / script.stem
-    from drumline.launchers.agent import Agent
-
-    restarts = Restarts(max_restarts)
-    rank = tied(str(script.absolute()), *arguments)
-    with LauncherSignals() as signals:
-        while True:
-            start = max_restarts - restarts.left
-            os.environ[ATTEMPT] = str(start)
-            logs = run_dir / "logs" / f"attempt-{next_attempt(run_dir)}"
-            with _shown(logs / "rank-0.out", sys.stdout), _shown(logs / "rank-0.log", sys.stderr):
-                ends = Agent(rank, nproc, listen(None), logs, signals, GRACE_SECONDS).attempt()
-            code = exit_code(ends, signals.number)
-            if code is not None:
-                return NotSaved.exit_code if code == NotSaved.rank_code else code
-            cause = root_cause(ends)
-            # How far it was is the script's own affair: each start counts.
-            reason = "asked to stop" if signals.number else restarts.decide(-1, start, cause.rank, cause.message)
-            say(f"\n{report(cause, ends)}\n")
-            first = f"error: rank {cause.rank} failed: {cause.message.splitlines()[0]}"
-            if reason is not None:
-                say(f"{first} — {reason}; see {cause.log}")
-                return 1
-            say(f"{first}\nstarting again ({restarts.left} restarts left)")
-
-
-def _shown(path: Path, stream: TextIO) -> AbstractContextManager[None]:
-    """Within, what is appended to `path` is copied to `stream`."""
-    return following(path, lambda piece: print(piece.decode(errors="replace"), end="", file=stream, flush=True))

@@ -156,8 +156,10 @@ def log_lines(end: RankEnd, without: dict[str, Any] | None) -> list[str]:
 class Restarts:
     """A budget that progress fills up again, and an eye for a run that fails in the same way at the same step."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, why_none: str = "") -> None:
+        """`limit`: restarts without progress. `why_none`: what set a limit of 0, for the message."""
         self.limit = self.left = limit
+        self.why_none = why_none
         self.reached = -1
         self.last: tuple[int, int, str, str] | None = None
 
@@ -177,6 +179,8 @@ class Restarts:
             return f"the same failure came twice {when}: another start would not help"
         self.last = this
         if self.left == 0:
-            return "no restart is allowed" if self.limit == 0 else f"{self.limit} restarts without progress"
+            if self.limit > 0:
+                return f"{self.limit} restarts without progress"
+            return f"no restart is allowed ({self.why_none})" if self.why_none else "no restart is allowed"
         self.left -= 1
         return None

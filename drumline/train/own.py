@@ -20,7 +20,7 @@ from drumline.checkpoint.load import newest_state, read_state
 from drumline.checkpoint.memory import require_room
 from drumline.checkpoint.remote import require_unused
 from drumline.checkpoint.retention import recover
-from drumline.core.load import Draft, refused, saved_config, validated
+from drumline.core.load import Draft, refused, saved_config, strategy_change, validated
 from drumline.core.output import say
 from drumline.core.plan import Plan
 from drumline.core.resolve import resolve
@@ -32,6 +32,7 @@ from drumline.foreign import disk_errors
 from drumline.hardware.detect import detect
 from drumline.launchers.lease import Lease
 from drumline.launchers.local import ATTEMPT, newest_or
+from drumline.launchers.script import link_logs
 from drumline.models.freeze import learning
 from drumline.parallel.engine import OpenEngine
 from drumline.telemetry.events import Step
@@ -107,13 +108,18 @@ def claim(plan: Plan, resume: bool | str | Path, allow: tuple[str, ...], stack: 
         found = at_place(str(resume))
     if found is not None:
         path, state = found
-        changes, keys = refused(saved_config(state["config"], plan.config, allow, path), plan.config, allow)
+        saved = saved_config(state["config"], plan.config, allow, path)
+        changes, keys = refused(saved, plan.config, allow)
         if keys:
             fix = f"take it back, or accept it with allow={tuple(keys)}"
             raise CheckpointError(f"the session differs in what the run depends on: {changes}", where=path, fix=fix)
+        strategy_line = strategy_change(saved, plan.config, path)
+        if strategy_line is not None:
+            say(f"note: {strategy_line}")
     with disk_errors("cannot write the run folder", str(run_dir), EnvironmentFault, "choose another run_dir"):
         checkpoints.mkdir(parents=True, exist_ok=True)
         plan.save(run_dir / "plan.json")
+        link_logs(run_dir)
     return resume
 
 
@@ -281,6 +287,23 @@ def named(models: Mapping[str, Trained], of: str) -> Trained:
         fix = f"of= one of {known}" if known else "call s.prepare first" if not models else "leave of= out: there is one model"
         raise UserError(f"no model {of!r}" if of else "which model?" if known else "no model yet", where="session", fix=fix)
     return models[of]
+
+
+def last_step(models: Mapping[str, Trained], what: str) -> Flight:
+    """Return the last step of a session's one model.
+
+    Raises UserError if there are several models, or no step yet. `what`: the property that asks.
+    """
+    if len(models) > 1:
+        names = ", ".join(repr(name) for name in models)
+        plural = {"loss": "losses", "grad_norm": "grad_norms"}[what]
+        fix = f"read s.{plural}[NAME], of {names}"
+        raise UserError("the session has several models", where=f"session.{what}", fix=fix)
+    for model in models.values():
+        if model.last is not None:
+            return model.last
+    fix = "read it after s.step() has returned True"
+    raise UserError("no step was done yet", where=f"session.{what}", fix=fix)
 
 
 def step_event(

@@ -201,12 +201,27 @@ class Session:
         return self._state.stream
 
     @property
+    def loss(self) -> float:
+        """The mean loss of the last step over the global batch, of a session with one model.
+
+        Waits for the device. One rank alone may read it. Raises UserError before this start's
+        first step, and in a session of several models, which has `losses`.
+        """
+        return own.last_step(self._models, "loss").loss
+
+    @property
+    def grad_norm(self) -> float:
+        """The global gradient norm of the last step, before clipping; like `loss` otherwise."""
+        return own.last_step(self._models, "grad_norm").grad_norm
+
+    @property
     def losses(self) -> dict[str, float]:
-        """Of the last step of each model, over all ranks. Waits for the device, and so does `grad_norms`; one rank alone may read them."""
+        """`loss` of each model of a session with several, by name; models without a step are left out."""
         return {name: model.last.loss for name, model in self._models.items() if model.last}
 
     @property
     def grad_norms(self) -> dict[str, float]:
+        """`grad_norm` of each model, like `losses`."""
         return {name: model.last.grad_norm for name, model in self._models.items() if model.last}
 
     def batches(

@@ -16,7 +16,7 @@ from drumline.core.config import Config
 from drumline.core.explain import default_run_dir, size
 from drumline.core.facts import ModelFacts
 from drumline.core.files import temporary_folder, write_whole
-from drumline.core.load import Request, allowed, refused, saved_config, to_yaml
+from drumline.core.load import Request, allowed, refused, saved_config, strategy_change, to_yaml
 from drumline.core.model import Head, ModelConfig
 from drumline.core.plan import DataIdentity, DataPlan, Plan, RolePlan
 from drumline.core.resolve import batch_norm_why, device_of, processes_of, resolve
@@ -363,10 +363,14 @@ def _check_same_run(path: str, state: dict[str, Any], plan: Plan, allow: tuple[s
     """Raises CheckpointError where a checkpoint was made with another config or other data, as far as nobody has allowed it."""
     before, size = state.get("global_samples"), plan.batch.global_samples  # however the batch is written and cut up
     may = (*allow, "batch") if before == size else allow
-    changes, keys = refused(saved_config(state["config"], plan.config, allow, path), plan.config, may)
+    saved = saved_config(state["config"], plan.config, allow, path)
+    changes, keys = refused(saved, plan.config, may)
     if keys:
         fix = f"take the change back, or accept it with --allow {','.join(keys)}"
         raise CheckpointError(f"the config differs in what the run depends on: {changes}", where=path, fix=fix)
+    strategy_line = strategy_change(saved, plan.config, path)
+    if strategy_line is not None:
+        notes([strategy_line])
     if isinstance(before, int) and before != size and not any(key.partition(".")[0] in ("batch", "all") for key in allow):
         what = f"a step took {before} samples, and takes {size} now (data ranks: {plan.mesh.data_ranks})"
         fix = f"keep it with batch.global_samples={before} batch.accumulation=null, or accept the new one with --allow batch.global_samples"

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from drumline.core.plan import Plan
 from drumline.dist.mesh import data_mesh, expert_mesh
 from drumline.models.blocks import blocks
+from drumline.models.containers import each_tensor
 from drumline.models.shards import Values
 from drumline.parallel.data_parallel import Sharded
 from drumline.parallel.experts import of_experts
@@ -58,6 +59,9 @@ def apply_fsdp2(
     shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     units = blocks(model) if options.wrap is None else [m for m in model.modules() if type(m).__name__ in options.wrap]
     units = _without_shared(units, module)
+    for unit in (*units, module):
+        # Before `fully_shard`, whose own hook then finds tensors that are no views.
+        unit.register_forward_hook(_returns_no_views)
     for unit in [m for m in model.modules() if any(map(of_experts, m._parameters.values()))] if experts is not None else ():
         fully_shard(unit, reshard_after_forward=options.reshard_after_forward, **{**shared, "mesh": experts})
     for unit in reversed(units):  # inner ones first: what they take is no part of the outer
@@ -70,6 +74,36 @@ def apply_fsdp2(
         unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + ahead])  # type: ignore[arg-type]
         unit.set_modules_to_backward_prefetch(units[max(0, index - behind) : index][::-1])  # type: ignore[arg-type]
     return root
+
+
+class _NotAView(torch.autograd.Function):
+    """The same memory as a tensor of its own, which shares the version counter of the view."""
+
+    @staticmethod
+    def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
+        return view.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
+@torch.compiler.disable
+def _returns_no_views(unit: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Replace views among a unit's outputs by tensors over the same memory.
+
+    FSDP2 gathers the weights for backward in a hook on the outputs. An operation in place on a
+    view (`out *= 2` after a Linear layer) replaces the view's history and drops that hook.
+    """
+    if not torch.is_grad_enabled():
+        return outputs
+    return each_tensor(_without_base, outputs)
+
+
+def _without_base(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.requires_grad and tensor._base is not None:
+        return _NotAView.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
+    return tensor
 
 
 def _without_shared(units: list[nn.Module], root: nn.Module) -> list[nn.Module]:

@@ -1,0 +1,184 @@
+"""`drumline launch SCRIPT.py`: the ranks of a user's own training script.
+
+The launcher starts before it knows the run folder, because the script's `drumline.session` names it.
+Ranks therefore begin to log in `runs/SCRIPT/logs`. The session links its own `logs` folder there,
+and the launcher moves the logs into the run folder when the attempt is over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TextIO
+
+from drumline.core.files import following, write_whole
+from drumline.core.launcher import LauncherSpec
+from drumline.core.output import say
+from drumline.core.process import tied
+from drumline.core.signals import LauncherSignals
+from drumline.errors import NotSaved, UserError
+from drumline.hardware.detect import detect
+from drumline.launchers.environment import listen
+from drumline.launchers.local import (
+    ATTEMPT,
+    GRACE_SECONDS,
+    exit_code,
+    next_attempt,
+    progress_since,
+)
+from drumline.launchers.postmortem import RankEnd, Restarts, report, root_cause
+from drumline.telemetry.events import read
+
+LOGS = "DRUMLINE_LOGS"  # environment variable: the folder that this attempt's ranks log to
+SESSION_FILE = "session.json"  # in that folder, written by the session: `SessionOfScript`
+
+
+@dataclass(frozen=True)
+class SessionOfScript:
+    """What a script's session tells the launcher.
+
+    `run_dir`: the session's run folder. `logs`: where in it the logs of this attempt belong.
+    `events_before`: the number of events in `events.jsonl` when the session began.
+    """
+
+    run_dir: Path
+    logs: Path
+    events_before: int
+
+
+def link_logs(run_dir: Path) -> None:
+    """Show the ranks' logs in a session's run folder. Does nothing without `drumline launch`.
+
+    Called by rank 0. Only the first session of a script gets the logs.
+    """
+    folder = os.environ.get(LOGS)
+    if folder is None:
+        return
+    launcher_logs = Path(folder)
+    session_file = launcher_logs / SESSION_FILE
+    if session_file.exists():
+        return
+    logs = launcher_logs.absolute()
+    is_inside = launcher_logs.parent.resolve() == (run_dir / "logs").resolve()
+    if not is_inside:
+        logs = (run_dir / "logs" / f"attempt-{next_attempt(run_dir)}").absolute()
+        logs.parent.mkdir(parents=True, exist_ok=True)
+        logs.symlink_to(launcher_logs.absolute())
+    session = {
+        "run_dir": str(run_dir.absolute()),
+        "logs": str(logs),
+        "events_before": len(read(run_dir / "events.jsonl")),
+    }
+    write_whole(session_file, json.dumps(session))
+
+
+def launch_script(
+    script: Path, arguments: list[str], nproc: int | None, max_restarts: int | None
+) -> int:
+    """Run the ranks of a script to the end and return the exit code.
+
+    What rank 0 prints is shown. The logs of all ranks are kept in the session's run folder, or in
+    `runs/SCRIPT/logs` if the script has no session. A restart resumes from the newest checkpoint.
+
+    `nproc`: number of ranks; None: one a GPU, or one. `max_restarts`: restarts without progress;
+    None: as many as `drumline train` allows if the script has a session, else none, because a
+    script without checkpoints would begin anew. Raises UserError if there is no such script.
+    """
+    if not script.is_file():
+        raise UserError("there is no such script", where=str(script), fix="name a Python file")
+    nproc = nproc or max(1, len(detect().devices))
+    launcher_dir = Path("runs") / script.stem
+    from drumline.launchers.agent import Agent
+
+    restarts: Restarts | None = None
+    rank = tied(str(script.absolute()), *arguments)
+    attempts = 0
+    with LauncherSignals() as signals:
+        while True:
+            logs = launcher_dir / "logs" / f"attempt-{next_attempt(launcher_dir)}"
+            os.environ[ATTEMPT] = str(attempts)
+            os.environ[LOGS] = str(logs.absolute())
+            show_output = _shown(logs / "rank-0.out", sys.stdout)
+            show_errors = _shown(logs / "rank-0.log", sys.stderr)
+            with show_output, show_errors:
+                agent = Agent(rank, nproc, listen(None), logs, signals, GRACE_SECONDS)
+                ends = agent.attempt()
+            attempts += 1
+            session = _read_session(logs)
+            if session is not None:
+                ends = _move_logs(logs, session, ends)
+            code = exit_code(ends, signals.number)
+            if code is not None:
+                return NotSaved.exit_code if code == NotSaved.rank_code else code
+            cause = root_cause(ends)
+            if restarts is None:
+                restarts = _restarts_of(max_restarts, session)
+            reason: str | None = "asked to stop"
+            if not signals.number:
+                reason = _decide(restarts, session, attempts, cause)
+            say(f"\n{report(cause, ends)}\n")
+            failure = f"error: rank {cause.rank} failed: {cause.message.splitlines()[0]}"
+            if reason is not None:
+                say(f"{failure} — {reason}; see {cause.log}")
+                return 1
+            say(f"{failure}\nstarting again ({restarts.left} restarts left)")
+
+
+def _restarts_of(max_restarts: int | None, session: SessionOfScript | None) -> Restarts:
+    """Return the budget of restarts, and the reason to give if there is none."""
+    if max_restarts is not None:
+        return Restarts(max_restarts, "--max-restarts is 0")
+    if session is not None:
+        return Restarts(LauncherSpec.model_fields["max_restarts"].default)
+    return Restarts(0, "without a drumline.session it would begin anew; --max-restarts allows that")
+
+
+def _decide(
+    restarts: Restarts, session: SessionOfScript | None, attempts: int, cause: RankEnd
+) -> str | None:
+    """Return the reason not to start again; None to start again."""
+    if session is None:
+        # How far the script came is unknown: each start counts.
+        return restarts.decide(-1, attempts, cause.rank, cause.message)
+    events = session.run_dir / "events.jsonl"
+    reached, failed_at = progress_since(events, session.events_before)
+    return restarts.decide(reached, failed_at, cause.rank, cause.message)
+
+
+def _read_session(logs: Path) -> SessionOfScript | None:
+    """Return what the script's session wrote; None if the script has none, or died before."""
+    session_file = logs / SESSION_FILE
+    if not session_file.is_file():
+        return None
+    values = json.loads(session_file.read_text())
+    return SessionOfScript(Path(values["run_dir"]), Path(values["logs"]), values["events_before"])
+
+
+def _move_logs(logs: Path, session: SessionOfScript, ends: list[RankEnd]) -> list[RankEnd]:
+    """Move the logs of an attempt into the run folder and return `ends` with their new paths."""
+    (logs / SESSION_FILE).unlink()
+    if not session.logs.is_symlink():
+        return ends
+    session.logs.unlink()
+    shutil.move(logs, session.logs)
+    for emptied in (logs.parent, logs.parent.parent):
+        with suppress(OSError):  # other logs are in it
+            emptied.rmdir()
+    moved = session.logs
+    if moved.is_relative_to(Path.cwd()):
+        moved = moved.relative_to(Path.cwd())
+    return [replace(end, log=moved / end.log.name) for end in ends]
+
+
+def _shown(path: Path, stream: TextIO) -> AbstractContextManager[None]:
+    """Copy what is appended to `path` to `stream` within the block."""
+
+    def show(piece: bytes) -> None:
+        print(piece.decode(errors="replace"), end="", file=stream, flush=True)
+
+    return following(path, show)
