@@ -42,7 +42,8 @@ class FunctionReward(_Reward):
     kind: Literal["function"] = "function"
     path: PathText = Field(
         description="`module:function`, `file.py:function` (relative to the YAML), or an entry point of group drumline.rewards. Called as"
-        " f(prompt: str, completion: str, **columns of the row, **options) -> float, with those columns that it takes."
+        " f(prompt: str, completion: str, **columns of the row, **options) -> float | None, with those columns that it takes."
+        " None: it does not apply to the row, and the other rewards decide."
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments.")
 

@@ -24,7 +24,8 @@ RATES = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "t
 NOT_CURVES = {"tokens", "samples", "samples_per_s", "seconds", "data_s", "compute_s", "comm_s", "sent_bytes", "epoch", *RATES}
 NOT_SCORES = {"samples", "seconds"}
 ROLLOUT = {"reward": "reward", "length": "tokens of a completion", "ended": "part of completions that ended"}
-ORDER = ("loss", "held out", "reward", *ROLLOUT.values(), "", *RATES.values())  # of curves; "": what an algorithm has besides
+GROUPS_ALIKE = "share of groups whose rewards do not differ"
+ORDER = ("loss", "held out", "reward", *ROLLOUT.values(), GROUPS_ALIKE, "", *RATES.values())  # of curves; "": what an algorithm has besides
 APART = ("run.seed", "run.dir", "data.cache_dir")  # runs that differ in these alone are repetitions
 Points = list[tuple[int, float]]
 Trace = list[tuple[int, float | None]]  # None: no finite number
@@ -54,10 +55,21 @@ def named(event: dict[str, Any]) -> dict[str, float | None]:
     if event["kind"] == "eval":
         return {f"held out: {key}": value for key, value in found.items() if key not in NOT_SCORES}
     if event["kind"] == "rollout":
-        return {
-            ROLLOUT.get(key, key.replace("/", ": ")): value for key, value in found.items() if key in ROLLOUT or key.startswith("reward/")
-        }
+        return _rollout_curves(found)
     return {}
+
+
+def _rollout_curves(values: dict[str, float | None]) -> dict[str, float | None]:
+    """Return a rollout's numbers by the names of their curves."""
+    curves = {}
+    for key, value in values.items():
+        if key in ROLLOUT or key.startswith("reward/"):
+            curves[ROLLOUT.get(key, key.replace("/", ": "))] = value
+    differ = values.get("groups_differ")
+    episodes, prompts = values.get("episodes") or 0, values.get("prompts") or 0
+    if differ is not None and episodes > prompts:  # several completions of a prompt: a group
+        curves[GROUPS_ALIKE] = 1 - differ
+    return curves
 
 
 def place_of(name: str) -> int:

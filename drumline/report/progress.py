@@ -157,13 +157,19 @@ class Progress:
     def _on_rollout(self, event: events.Rollout) -> None:
         self.rewards += [event.reward] * (event.reward is not None)
         domains = [f"{key.removeprefix('reward/')} {_number(value)}" for key, value in event.metrics.items() if key.startswith("reward/")]
+        alike = ""
+        if event.episodes > event.prompts:  # several completions of a prompt: a group
+            alike = f" · groups without a difference {1 - event.groups_differ:.0%}"
         spent = f"generate {event.generate_s:.1f}, reward {event.reward_s:.1f}, infer {event.infer_s:.1f}, train {event.train_s:.1f}"
         self._print(
             f"rollout, to step {event.step}: reward {_number(event.reward)} ± {event.reward_std:.3g}"
             + (f" ({' · '.join(domains)})" if len(domains) > 1 else "")
+            + alike
             + f" · length {event.length:.1f} · ended {event.ended:.0%} · seconds {spent}"
         )
         self._print_all(failed(event.failures))
+        if event.left_out:
+            self._print(f"no reward applies to {event.left_out} of {event.episodes} episodes, which are left out")
 
     def _on_reference(self, event: events.Reference) -> None:
         if not event.found:

@@ -101,7 +101,9 @@ def _remarks(run: RunFacts) -> list[str]:
     lines += [f"not finite at {len(found)} steps, first at step {found[0]['step']}" for found in [run.of("nonfinite")] if found]
     # PPO learns from values, also where each prompt has one completion.
     differ = [value for _, value in run.points("rollout", "groups_differ")] if run.config.get("algorithm.kind") != "ppo" else []
-    lines += ["the rewards of a prompt's completions never differed: nothing was learned"] * (differ != [] and not any(differ))
+    if differ and not any(differ):
+        lines.append("the rewards of a prompt's completions never differed: nothing was learned")
+    lines += _left_out(run)
     lines += [f"the loss jumped at step {event.get('step')}" for event in run.of("spike")[:3]]
     lines += [f"rank {event.get('rank')} held up the others from step {event.get('step')}" for event in run.of("straggler")[:3]]
     lines += [
@@ -113,6 +115,15 @@ def _remarks(run: RunFacts) -> list[str]:
     lines += [f"the plan was off: {line}" for line in warnings] if isinstance(warnings, list) else []
     left_out = start.get("left_out")
     return lines + ([str(line) for line in left_out] if isinstance(left_out, list) else [])
+
+
+def _left_out(run: RunFacts) -> list[str]:
+    """Return the line that counts the episodes to which no reward applies."""
+    left_out = sum(value for _, value in run.points("rollout", "left_out"))
+    episodes = sum(value for _, value in run.points("rollout", "episodes"))
+    if not left_out:
+        return []
+    return [f"no reward applied to {left_out:,.0f} of {episodes:,.0f} episodes: they were left out"]
 
 
 def short(value: Any) -> str:

@@ -3,7 +3,8 @@
 It gets the rewards over its socket, answers once whether they loaded, then answers one request at a time:
 
     {"token": …, "index": which reward, "prompt": str, "completion": str, "meta": {}}
-    →  {"token": …, "value": float} or {"token": …, "failure": reason}
+    →  {"token": …, "value": float}, {"token": …, "value": null} (it does not apply),
+       or {"token": …, "failure": reason}
 
 What a reward prints goes to standard error. A reward may do anything here: the other side of the socket keeps the time.
 """
@@ -62,11 +63,16 @@ def main(fd: int) -> None:
 
 
 def _answer(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
-    """A number within ±LARGEST, of any type that turns into a float by itself, or why there is none."""
+    """Return a number within ±LARGEST, null if the reward does not apply, or why there is none.
+
+    Any type that turns into a float by itself is a number.
+    """
     try:
         returned = score(request["prompt"], request["completion"], request["meta"])
+        if returned is None:
+            return {"value": None}
         if not hasattr(returned, "__float__"):  # text has none
-            return {"failure": f"returned {'None' if returned is None else f'a {type(returned).__name__}'}, not a number"}
+            return {"failure": f"returned a {type(returned).__name__}, not a number"}
         value = float(returned)
     except BaseException as error:  # noqa: BLE001 — SystemExit and KeyboardInterrupt of a reward are failures like others
         return {"failure": f"raised {redact(f'{class_and_line(error)}: {error}')}"[:LONGEST_REASON]}

@@ -1,7 +1,9 @@
 """What an episode is worth: the rewards of the config, computed in processes of their own and summed with their weights. No torch.
 
-A reward that raises, hangs, crashes or returns no number costs its sample that part alone: the part is NaN, counts as 0 in the sum,
-and its reason is reported. The process it took along is replaced. Nothing but arithmetic is run in the caller's process.
+A reward that raises, hangs, crashes or returns no number costs its sample that part alone: the part
+is NaN, counts as 0 in the sum, and its reason is reported. A reward that returns None does not
+apply to the sample: the others decide. A process that was taken along is replaced. Nothing but
+arithmetic is run in the caller's process.
 
 Messages go over a pair of sockets, one line of JSON each. A reward shares its process with one end, and may write on any file descriptor
 there: what the rank reads is not trusted.
@@ -17,7 +19,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
@@ -43,7 +46,8 @@ START_SECONDS = 120.0
 END_SECONDS = 10.0  # that the guard has to end everything; it takes some hundredths
 NOT_ITS_OWN = "wrote on a file descriptor that is not its own, or closed it"
 WHERE = "algorithm.rewards"
-Rewarded = tuple[float, str | None]  # a value, NaN with the reason where there is none
+# A value and None; NaN and None if the reward does not apply; NaN and the reason if it failed.
+Rewarded = tuple[float, str | None]
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,17 @@ class Item:
 
 @dataclass(frozen=True)
 class Scored:
-    """`value`: the weighted sum, where failed parts count 0. `parts`: reward name → value without its weight, NaN where it failed.
-    `failures`: reward name → short reason."""
+    """What one episode is worth.
+
+    `value`: the weighted sum of the parts that are numbers. `parts`: reward name → value without
+    its weight, NaN if it failed or does not apply. `failures`: reward name → short reason.
+    `applies`: whether any reward applies to the episode.
+    """
 
     value: float
     parts: dict[str, float]
     failures: dict[str, str]
+    applies: bool = True
 
 
 def reward_names(configs: Sequence[Reward]) -> list[str]:
@@ -158,6 +167,7 @@ class Rewards:
     def _scored(self, item: Item, given: Mapping[str, float]) -> Scored:
         """All rewards of an item, in turn, the isolated ones in this thread's process."""
         parts, failures, value = {}, {}, 0.0
+        applies = False
         for index, (name, config) in enumerate(zip(self.names, self.configs, strict=True)):
             failure: str | None = None
             if isinstance(config, LengthReward):
@@ -168,13 +178,19 @@ class Rewards:
                 raise RuntimeError("the rewards were closed while they were computed")
             else:
                 parts[name], failure = self._worker().score(index, item.prompt, item.completion, item.meta, config.timeout_seconds)
-            if failure is None and not abs(weighted := config.weight * parts[name]) <= LARGEST:
-                parts[name], failure = math.nan, f"with its weight it is {weighted:g}, beyond ±{LARGEST:g}"
+            weighted = config.weight * parts[name]
+            if failure is None and abs(weighted) > LARGEST:
+                parts[name] = math.nan
+                failure = f"with its weight it is {weighted:g}, beyond ±{LARGEST:g}"
+            does_not_apply = failure is None and math.isnan(weighted)
+            if does_not_apply:
+                continue
+            applies = True
             if failure is None:
-                value += config.weight * parts[name]
+                value += weighted
             else:
                 failures[name] = failure
-        return Scored(value, parts, failures)
+        return Scored(value, parts, failures, applies)
 
     def _worker(self) -> Isolated:
         worker: Isolated | None = getattr(self._own, "worker", None)
@@ -190,6 +206,23 @@ class Rewards:
 def overlong(tokens: int, free: int, limit: int) -> float:
     """0 up to `free` tokens, then linearly down to −1 at `limit` (DAPO, Yu et al. 2025, equation 13)."""
     return -min(max(tokens - free, 0) / (limit - free), 1.0)
+
+
+def count_reasons(reasons: Iterable[str]) -> Counter[str]:
+    """Count the failures of a reward by type and place, each group under the first reason met.
+
+    The text of an exception may differ from episode to episode (`<object at 0x7f…>`); reasons that
+    begin with the same `raised TYPE in FILE:LINE` are one group.
+    """
+    labels: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for reason in reasons:
+        group = reason
+        if reason.startswith("raised "):
+            group = reason.partition(": ")[0]
+        label = labels.setdefault(group, reason)
+        counts[label] += 1
+    return counts
 
 
 class Garbled(Exception):
@@ -304,7 +337,8 @@ class Isolated:
             reply = self.channel.receive(timeout_seconds)
             if reply.get("token") != token:
                 raise Garbled
-            return reply.get("value", math.nan), reply.get("failure")
+            value = reply.get("value")
+            return math.nan if value is None else value, reply.get("failure")
         except TimeoutError:
             failure = f"timed out after {timeout_seconds:g} s"
         except (EOFError, OSError):

@@ -33,7 +33,7 @@ from drumline.errors import TrainingStopped
 from drumline.rl.curriculum import Curriculum
 from drumline.rl.generate import Completion, Request, Together, place
 from drumline.rl.reading import Readers, Reading
-from drumline.rl.rewards import Item, Rewards
+from drumline.rl.rewards import Item, Rewards, count_reasons
 from drumline.telemetry.events import Emit, Rollout
 from drumline.telemetry.watched import Completions
 
@@ -43,12 +43,17 @@ SHOWN, MOST_TEXT = 8, 4000  # episodes of a rollout in an event, and characters 
 
 @dataclass(frozen=True)
 class Sample:
-    """An answer to a prompt, and what it is worth: NaN where no reward could be had."""
+    """An answer to a prompt, and what it is worth: NaN if a reward failed or none applies."""
 
     prompt: int  # its number in the cache
     episode: tuple[list[int], Completion]  # tokens of the prompt, and the completion
     domain: str
     reward: float
+    applies: bool = True  # whether any reward applies to it
+
+    @property
+    def is_failed(self) -> bool:
+        return self.applies and math.isnan(self.reward)
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,11 @@ class Sampled:
     @property
     def rewards(self) -> list[float]:
         return [sample.reward for sample in self.samples]
+
+    @property
+    def left_out(self) -> int:
+        """The number of samples to which no reward applies."""
+        return sum(not sample.applies for sample in self.samples)
 
     def differ(self, size: int) -> list[bool]:
         """Of each group of `size` whether it has something to learn from."""
@@ -109,12 +119,14 @@ class Rollouts:
     def __post_init__(self) -> None:
         self.seconds: dict[str, float] = {}  # of the rollout so far, by what they were spent on
         self.failed = 0  # rollouts in a row, by `reward_failure`
+        self.has_rewards = False  # whether any episode of the run had a reward
         self._trained: Callable[[], None] | None = None
 
     def stream(self, step: int, position: int, state: Mapping[str, Any]) -> Iterator[GlobalBatch]:
         """Batches of the steps after `step`, to the end of the run. `position`: prompts drawn so far; `state`: a checkpointable batch's."""
         if state:
             self.curriculum.load(state["curriculum"])
+            self.has_rewards = state.get("has_rewards", True)  # older checkpoints do not say
             if self.kl.target is not None and self.kl.coefficient and state["kl"]:  # what is fixed is the config's
                 self.kl.coefficient = state["kl"]
         assert self.plan.steps is not None
@@ -168,7 +180,13 @@ class Rollouts:
         algorithm, batch = self.algorithm, self.plan.batch
         size = batch.global_samples
         ids = np.asarray([sample.prompt for sample in sampled.samples], np.int64)
-        state = {"curriculum": self.curriculum.state(), "kl": self.kl.coefficient, **({"ahead": ahead.state} if ahead else {})}
+        state = {
+            "curriculum": self.curriculum.state(),
+            "kl": self.kl.coefficient,
+            "has_rewards": self.has_rewards,
+        }
+        if ahead is not None:
+            state["ahead"] = ahead.state
         for epoch in range(algorithm.epochs):
             order = np.random.default_rng(derive(self.plan.config.run.seed, "episodes", step, epoch)).permutation(len(episodes))
             for number in range(algorithm.minibatches):
@@ -179,17 +197,40 @@ class Rollouts:
                 yield GlobalBatch(list(micro_batches), ids[picks], position, tokens, checkpointable=last, state=state, of_all=of_all)
 
     def _check_rewards(self, step: int, sampled: Sampled, drawn: int) -> None:
-        """Raises TrainingStopped where rewards have failed in too many rollouts in a row. All ranks know the same rewards."""
+        """Raise TrainingStopped if the run learns nothing because of its rewards.
+
+        That is after too many rollouts in a row in which rewards failed, or applied to no episode,
+        and at the last rollout of a run without any reward. All ranks know the same rewards.
+        """
         limit = self.algorithm.reward_failure
-        share = sum(map(math.isnan, sampled.rewards)) / len(sampled.rewards)
-        self.failed = self.failed + 1 if share >= limit.share else 0
-        if self.failed < limit.rollouts or limit.action == "continue":
+        total = len(sampled.samples)
+        without = sum(math.isnan(reward) for reward in sampled.rewards)
+        failed = sum(sample.is_failed for sample in sampled.samples)
+        self.has_rewards = self.has_rewards or without < total
+        if failed >= limit.share * total or without == total:
+            self.failed += 1
+        else:
+            self.failed = 0
+        is_last = step + self.algorithm.steps_in_turn >= (self.plan.steps or 0)
+        has_learned_nothing = is_last and not self.has_rewards
+        has_failed_too_often = self.failed >= limit.rollouts and limit.action == "stop"
+        if not has_learned_nothing and not has_failed_too_often:
             return
         self._report(step, sampled, drawn, {})
-        reasons = Counter({f"{name} {why}": count for name, found in sampled.failures.items() for why, count in found.items()})
+        reasons: Counter[str] = Counter()
+        for name, found in sampled.failures.items():
+            for why, count in found.items():
+                reasons[f"{name} {why}"] += count
+        if sampled.left_out:
+            reasons["no reward applies"] = sampled.left_out
         often = "; ".join(f"{why} ({count}×)" for why, count in reasons.most_common(MOST_REASONS))
-        what = f"{share:.0%} of the episodes got no reward, in rollout {self.failed} of such in a row: {often}"
-        fix = "mend the reward, or go on without them: algorithm.reward_failure.action=continue"
+        if has_learned_nothing:
+            what = f"no episode of this run got a reward, so nothing was learned: {often}"
+            fix = "correct the rewards, so that one applies to each row"
+        else:
+            share = without / total
+            what = f"{share:.0%} of the episodes got no reward, in rollout {self.failed} of such in a row: {often}"
+            fix = "correct the reward, or go on without them: algorithm.reward_failure.action=continue"
         raise TrainingStopped(what, where="algorithm.rewards", fix=fix)
 
     def _sample_groups(self, step: int, position: int, drawn: Drawn | None) -> tuple[Sampled, int]:
@@ -231,12 +272,16 @@ class Rollouts:
         shares = from_all(self.rewards.score(items[rank::ranks], {name: values[rank::ranks] for name, values in given.items()}))
         scored = [shares[index % ranks][index // ranks] for index in range(len(items))]
         penalty = self.algorithm.missing_stop_penalty
-        samples = [
-            Sample(prompt, episode, meta["domain"], math.nan if one.failures else one.value - penalty * (not episode[1].ended))
-            for prompt, episode, meta, one in zip(ids, episodes, metas, scored, strict=True)
-        ]
+        samples = []
+        for prompt, episode, meta, one in zip(ids, episodes, metas, scored, strict=True):
+            reward = math.nan
+            if one.applies and not one.failures:
+                reward = one.value - (0.0 if episode[1].ended else penalty)
+            samples.append(Sample(prompt, episode, meta["domain"], reward, one.applies))
         parts = {name: _mean([one.parts[name] for one in scored]) for name in self.rewards.names}
-        reasons = {name: Counter(one.failures[name] for one in scored if name in one.failures) for name in self.rewards.names}
+        reasons = {}
+        for name in self.rewards.names:
+            reasons[name] = count_reasons(one.failures[name] for one in scored if name in one.failures)
         return Sampled(samples, parts, {name: found for name, found in reasons.items() if found})
 
     def _learnable(self, sampled: Sampled) -> tuple[Episodes, dict[str, float]]:
@@ -295,6 +340,7 @@ class Rollouts:
             reward=_mean(known),
             reward_std=statistics.pstdev(known) if known else 0.0,
             groups_differ=sum(differ) / len(differ),
+            left_out=sampled.left_out,
             rewards=sampled.parts,
             shares={domain: count / len(sampled.samples) for domain, count in sorted(drawn_of.items())},
             failures=sampled.failures,
@@ -333,10 +379,17 @@ def _mean(values: list[float]) -> float:
 
 
 def _answered(samples: list[Sample]) -> dict[str, float]:
-    """`reward` is the mean over answers that have one, and `reward_failed` the part of those that have none."""
-    rewards = [sample.reward for sample in samples]
-    failed = sum(map(math.isnan, rewards)) / len(rewards)
-    return {"reward": _mean(rewards), **_means(samples), "reward_failed": failed, **_lengths(samples)}
+    """Return the mean `reward` of the answers that have one, and the shares of the others.
+
+    `reward_failed`: answers whose reward failed. `reward_left_out`: those to which none applies;
+    not there if every answer has one that does.
+    """
+    metrics = {"reward": _mean([sample.reward for sample in samples]), **_means(samples)}
+    metrics["reward_failed"] = sum(sample.is_failed for sample in samples) / len(samples)
+    left_out = sum(not sample.applies for sample in samples)
+    if left_out:
+        metrics["reward_left_out"] = left_out / len(samples)
+    return metrics | _lengths(samples)
 
 
 def _means(samples: list[Sample]) -> dict[str, float]:

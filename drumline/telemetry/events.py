@@ -160,9 +160,10 @@ class Rollout(Event, kind="rollout"):
     prompts: int
     drawn: int  # prompts that were rolled out for it; more than `prompts` where dynamic sampling passed over some
     episodes: int
-    reward: Number  # mean over its episodes; null where all rewards failed
+    reward: Number  # mean over its episodes; null if none has one
     reward_std: float  # standard deviation over its episodes
     groups_differ: float  # part of the groups whose rewards are not all alike
+    left_out: int = 0  # episodes to which no reward applies
     rewards: Mapping[str, Number]  # reward → mean of its values, without its weight, as last sampled
     shares: dict[str, float]  # domain → part of the episodes
     failures: Mapping[str, Mapping[str, int]]  # reward → reason → episodes that it cost, as last sampled

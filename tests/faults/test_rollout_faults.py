@@ -81,3 +81,53 @@ def test_killed_in_a_rollout_then_resumed(tmp_path: Path, options: dict[str, Any
     assert len({event["kl_coefficient"] for event in events(alone, "rollout")}) > 1
     got, expected = weights(run), weights(alone)
     assert got.keys() == expected.keys() and all((got[name] == expected[name]).all() for name in expected)
+
+
+BY_DOMAIN = """
+def first(prompt, completion, domain):
+    return float(len(completion)) if domain == "one" else None
+
+def second(prompt, completion, domain):
+    return float(completion.count("e")) if domain == "two" else None
+"""
+
+
+def domain_rewards(folder: Path, *functions: str) -> Path:
+    """A run of two steps over two domains of rows, rewarded by these functions."""
+    (folder / "mine.py").write_text(BY_DOMAIN)
+    sources = [{"kind": "file", "path": "train.jsonl", "domain": domain, "limit": 10} for domain in ("one", "two")]
+    return write_config(
+        folder,
+        tiny_model_dir(folder / "model"),
+        algorithm={
+            "kind": "grpo",
+            "group_size": 4,
+            "generator": {"kind": "hf", "max_new_tokens": 6},
+            "rewards": [{"kind": "function", "path": f"mine.py:{name}"} for name in functions],
+            "reward_workers": 1,
+        },
+        data={"train": sources},
+        batch={"global_samples": 16, "micro_batch": 8},
+        run={"steps": 2, "dir": str(folder / "run")},
+        checkpoint={"export": "none"},
+    )
+
+
+@pytest.mark.slow
+def test_rewards_that_do_not_apply_leave_the_others_to_decide(tmp_path: Path) -> None:
+    done = drumline("train", domain_rewards(tmp_path, "first", "second"))
+    assert done.code == 0, done.out + done.err
+    for rollout in events(tmp_path / "run", "rollout"):
+        assert rollout["left_out"] == 0 and not rollout["failures"]
+        assert set(rollout["rewards"]) == {"first", "second"} and rollout["reward"] is not None
+
+
+@pytest.mark.slow
+def test_a_run_in_which_no_reward_applied_is_not_finished(tmp_path: Path) -> None:
+    config = domain_rewards(tmp_path, "first")
+    one_domain = "data.train=[{kind: file, path: train.jsonl, domain: two}]"
+    done = drumline("train", config, one_domain)
+    assert done.code == 3, done.out + done.err
+    assert "no episode of this run got a reward" in done.err and "no reward applies (16×)" in done.err
+    assert [event["left_out"] for event in events(tmp_path / "run", "rollout")] == [16, 16]
+    assert "no reward applies to 16 of 16 episodes" in done.out + done.err

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.core.rollouts import Reward
 from drumline.errors import ConfigError, EnvironmentFault
-from drumline.rl.rewards import Isolated, Item, Rewards, check, overlong, reward_names
+from drumline.rl.rewards import Isolated, Item, Rewards, check, count_reasons, overlong, reward_names
 from tests.harness import ENV, drumline, write_config
 from tests.tiny import tiny_model_dir
 
@@ -117,6 +117,18 @@ def gone(pid: int, seconds: float = 10.0) -> bool:
     return False
 
 
+def test_failures_are_grouped_by_type_and_place() -> None:
+    reasons = [
+        "raised KeyError in mine.py:3: <object at 0x7f01>",
+        "raised KeyError in mine.py:3: <object at 0x7f02>",
+        "raised KeyError in mine.py:9: <object at 0x7f02>",
+        "returned nan",
+        "returned inf",
+    ]
+    counts = count_reasons(reasons)
+    assert counts == {reasons[0]: 2, reasons[2]: 1, "returned nan": 1, "returned inf": 1}
+
+
 def test_misbehaviour_costs_its_sample_and_is_named(folder: Path) -> None:
     completions = ["ok", "raise", "hang", "exit", "leave", "crash", "nan", "text", "none", "print", "fine"]
     with Rewards([mine("naughty", timeout_seconds=1.0), mine("length", weight=0.5)], folder, workers=2) as rewards:
@@ -132,14 +144,15 @@ def test_misbehaviour_costs_its_sample_and_is_named(folder: Path) -> None:
         "crash": "crashed its process (SIGSEGV)",
         "nan": "returned nan",
         "text": "returned a str, not a number",
-        "none": "returned None, not a number",
+        "none": None,
         "print": None,
         "fine": None,
     }
     for completion, one in zip(completions, scored, strict=True):
         assert one.parts["length"] == len(completion), "order is kept, and the other reward is not hurt"
-        assert math.isnan(one.parts["naughty"]) == ("naughty" in one.failures)
-        assert one.value == 0.5 * len(completion) + ("naughty" not in one.failures)
+        has_value = "naughty" not in one.failures and completion != "none"
+        assert math.isnan(one.parts["naughty"]) == (not has_value)
+        assert one.value == 0.5 * len(completion) + has_value
     assert again[0].value == 2.0
 
 

@@ -25,6 +25,9 @@ def gold(prompt, completion, gold):
 
 def maths(prompt, completion, domain):
     return domain == "maths"
+
+def maths_alone(prompt, completion, domain):
+    return 1.0 if domain == "maths" else None
 """
 
 
@@ -69,6 +72,14 @@ def test_rewards_that_fail_are_counted(tmp_path: Path) -> None:
     assert failures.keys() == {"gold"} and sorted(failures["gold"].values()) == [1, 1]
     event = Eval(step=3, samples=samples, seconds=0.1, metrics=metrics, reward_failures=failures)
     assert Event.of(event.values()).reward_failures == failures  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_a_row_to_which_no_reward_applies_is_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [{OWN: {"domain": "maths"}}, {}, {}]
+    metrics, samples, failures = evaluated(tmp_path, "maths_alone", all=rows)
+    assert samples == 3 and not failures and metrics["reward"] == 1.0
+    assert (metrics["reward_failed"], metrics["reward_left_out"]) == (0.0, pytest.approx(2 / 3))
 
 
 def test_they_are_shown() -> None:
