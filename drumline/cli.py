@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,6 +19,9 @@ from drumline.core.output import let_go_of_output, lossy, say
 from drumline.core.redact import redact
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
 from drumline.foreign import first_line
+
+if TYPE_CHECKING:
+    from drumline.launchers.early import EarlyRanks
 
 app = typer.Typer(
     name="drumline",
@@ -202,7 +206,10 @@ def chat(
     trust_remote_code: Trust = False,
 ) -> None:
     """Talk to a trained model in the terminal."""
-    from drumline.inference.model import chat as run
+    from drumline.core.process import uncollected
+
+    with uncollected():
+        from drumline.inference.model import chat as run
 
     run(place, max_new_tokens, temperature, system, trust_remote_code)
 
@@ -227,18 +234,31 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint on the held-out set, with the strategy of CONFIG. Metrics are also written to RUN/eval.json."""
     overrides = [*(overrides or []), *TRUSTED * trust_remote_code]
-    from drumline.inference import evaluate as by
-
     if generate and lm_eval:
         raise UserError("--generate and --lm-eval are two evaluations", where="drumline eval", fix="give one at a time")
     if not lm_eval and (limit is not None or include_path is not None):
         raise UserError("--limit and --include-path are of --lm-eval", where="drumline eval", fix="name its tasks, or leave them out")
-    with by.placed(checkpoint, config, overrides) as place:
+    with ExitStack() as stack:
+        early = None
+        if not lm_eval and not generate:
+            # Before the imports below: the ranks are forks of this process and share them.
+            early = stack.enter_context(_early_ranks(config, overrides))
+        from drumline.inference import evaluate as by
+
+        place = stack.enter_context(by.placed(checkpoint, config, overrides))
         if lm_eval:
             raise typer.Exit(by.harness(config, overrides, place, lm_eval.split(","), limit, include_path))
         if generate:
             raise typer.Exit(by.answers(config, overrides, place, generate))
-        raise typer.Exit(by.evaluate(config, overrides, place))
+        raise typer.Exit(by.evaluate(config, overrides, place, early))
+
+
+def _early_ranks(config_path: Path, overrides: list[str]) -> EarlyRanks:
+    """Return ranks of a config that import what they need while the plan is made."""
+    from drumline.core.load import load
+    from drumline.launchers.early import EarlyRanks
+
+    return EarlyRanks(load(config_path, overrides).config)
 
 
 @app.command()

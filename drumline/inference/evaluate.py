@@ -36,6 +36,7 @@ from drumline.data.templates import Encoder
 from drumline.errors import CheckpointError, ConfigError, DataError, DrumlineError, EnvironmentFault, UserError
 from drumline.foreign import disk_errors, read_object, require_package
 from drumline.inference.model import Model, exported_folder, open_model, open_plan
+from drumline.launchers.early import EarlyRanks
 from drumline.launchers.environment import launched_by
 from drumline.launchers.local import launch
 from drumline.models.build import lay_out
@@ -58,8 +59,11 @@ YAML = (".yaml", ".yml")
 TRUSTED = "model.trust_remote_code=true"
 
 
-def evaluate(config_path: Path, overrides: list[str], place: Path | None) -> int:
-    """Score the weights at `place` (find_weights) under the config's strategy, print a table, and write RUN/eval.json."""
+def evaluate(config_path: Path, overrides: list[str], place: Path | None, early: EarlyRanks | None = None) -> int:
+    """Score the weights at `place` (find_weights) under the config's strategy, print a table, and write RUN/eval.json.
+
+    `early`: ranks that wait already.
+    """
     if launched_by() is not None:
         raise UserError("drumline eval starts its own processes", where=str(launched_by()), fix="call it by itself")
     plan, weights, run_dir = planned(config_path, overrides, place)
@@ -72,7 +76,7 @@ def evaluate(config_path: Path, overrides: list[str], place: Path | None) -> int
     start = str(weights.checkpoint) if weights.checkpoint else None
     with ExitStack() as at_end:
         at_end.callback(shutil.rmtree, scratch, ignore_errors=True)
-        if code := launch(there, scratch / "plan.json", start, events.append, "drumline.inference.rank", trial=True):
+        if code := launch(there, scratch / "plan.json", start, events.append, "drumline.inference.rank", trial=True, early=early):
             at_end.pop_all()
             return code
     found = [event for event in events if isinstance(event, Eval)]

@@ -23,6 +23,7 @@ from transformers import TextStreamer
 from drumline.checkpoint.load import check
 from drumline.core.model import ModelConfig
 from drumline.core.plan import Plan
+from drumline.core.process import uncollected
 from drumline.core.rollouts import HFGenerator as HFConfig
 from drumline.core.signals import CtrlC
 from drumline.dist.seeds import derive
@@ -202,7 +203,7 @@ def _placed(model: Any) -> Any:
 
 def chat(place: str, max_new_tokens: int, temperature: float, system: str | None, trust: bool = False) -> None:
     """Read lines from standard input until it ends, and answer each. Piped input works the same, without a prompt sign."""
-    with bars(Console(stderr=True)) as on_progress:
+    with uncollected(), bars(Console(stderr=True)) as on_progress:
         model = open_model(place, on_progress, trust)
     talk = Conversation(model, max_new_tokens, temperature, system)
     _tell(f"{model.origin} — {COMMANDS}")

@@ -18,7 +18,7 @@ from drumline.errors import NotSaved
 from drumline.hardware.detect import free_bytes
 from drumline.launchers.environment import listen
 from drumline.launchers.hangs import write_stacks
-from drumline.launchers.postmortem import RankEnd, Restarts, exhausted, report, root_cause
+from drumline.launchers.postmortem import RankEnd, Restarts, exhausted, likely_cause, report, root_cause
 from drumline.telemetry.events import Emit, Eval, Event, EventLog, Fault, Restore, RunStart, Save, Step, read, tail
 from drumline.telemetry.watched import Hang
 
@@ -218,8 +218,18 @@ def report_failure(
         log=str(cause.log),
         step=step,
         action=f"stop: {reason}" if reason else "replan" if memory_line else "restart",
+        cause=None if memory_line else _cause_line(report(cause, ends)),
     )
     EventLog(events_path).emit(fault)
+
+
+def _cause_line(reported: str) -> str | None:
+    """Return the likely cause and its fix of a failure as reported, in one line."""
+    known = likely_cause(reported.splitlines())
+    if known is None:
+        return None
+    cause_text, fix = known
+    return f"{cause_text} — {fix}"
 
 
 def hang_of(cause: RankEnd) -> dict[str, Any] | None:

@@ -120,15 +120,21 @@ def report(cause: RankEnd, ends: list[RankEnd]) -> str:
         lines += ["", "in consequence: " + "; ".join(each)]
     silent = [end for end in ends if end.rank != cause.rank and end.killed and not end.error]
     lines += [f"{end.name} {end.message}" for end in silent if end.suspended or cause.is_consequence]
-    return redact("\n".join([*lines, *_mend(lines)]))
+    known = likely_cause(lines)
+    if known is not None:
+        cause_text, fix = known
+        lines += ["", f"likely cause: {cause_text}", f"fix: {fix}"]
+    return redact("\n".join(lines))
 
 
-def _mend(lines: list[str]) -> list[str]:
-    """What the doctor says of them, where it knows such an error."""
+def likely_cause(lines: list[str]) -> tuple[str, str] | None:
+    """Return the likely cause of a failure and its fix; None if the doctor knows no such error."""
     from drumline.doctor.diagnose import advice
 
     known = advice("\n".join(line.strip() for line in lines))
-    return [] if known is None else ["", f"likely cause: {known.cause}", f"mend: {known.signature.mend}"]
+    if known is None:
+        return None
+    return known.cause, known.signature.mend
 
 
 def _begun(end: RankEnd) -> str:

@@ -38,9 +38,13 @@ function lines(chart) {
                   showlegend: !each.member && !many && chart.series.length > 1,
                   hovertemplate: `step %{x:,}: ${value}<extra>${chart.series.length > 1 ? plain(each.name).slice(0, 60) : ""}</extra>` });
   }
-  const shapes = (chart.marks || []).map((mark) => ({ type: "line", x0: mark.x, x1: mark.x, yref: "paper", y0: 0, y1: 1,
-    line: { color: ink("--bad"), width: 1, dash: "dot" }, label: { text: mark.text, textangle: 0, textposition: "end", xanchor: "left", yanchor: "top", font: { size: 10, color: ink("--bad") } } }));
   const values = chart.series.flatMap((each) => each.y).filter((value) => value != null), steps = chart.series.flatMap((each) => each.x);
+  const middle = (Math.min(...steps) + Math.max(...steps)) / 2;
+  const shapes = (chart.marks || []).map((mark) => {
+    const side = mark.x > middle ? "right" : "left";  // a label beyond the middle is written to the left of its line, or the edge would cut it
+    const label = { text: mark.text, textangle: 0, textposition: "end", xanchor: side, yanchor: "top", font: { size: 10, color: ink("--bad") } };
+    return { type: "line", x0: mark.x, x1: mark.x, yref: "paper", y0: 0, y1: 1, line: { color: ink("--bad"), width: 1, dash: "dot" }, label };
+  });
   const axis = chart.unit === "bytes" ? ticks(traces) : log ? {} : alone(values);
   return [traces, { shapes, hovermode: many ? "closest" : "x", xaxis: { title: { text: "step", standoff: 6 }, ...alone(steps), ...(steps.every((step) => step < 8) ? { dtick: 1 } : {}) },
     yaxis: { type: log ? "log" : "linear", exponentformat: values.some((value) => Math.abs(value) >= 1) ? "SI" : "e", ...axis } }];

@@ -200,14 +200,18 @@ class RunFacts:
 
     @property
     def goodput(self) -> float | None:
-        """The part of the time that went into steps, each counted once: the mean of their seconds × how many were done here, over all
-        attempts and what lay between a fault and the next start."""
-        seconds = self.points("step", "seconds")
-        ends = [each.start["t"] if before.fault else before.start["t"] + before.seconds for before, each in pairwise(self.attempts)]
-        ends += [each.start["t"] + each.seconds for each in self.attempts[-1:]]
-        spent = sum(end - each.start["t"] for end, each in zip(ends, self.attempts, strict=True))
-        worth = fmean(value for _, value in seconds) * (seconds[-1][0] - self.before) if seconds else 0.0
-        return min(1.0, worth / spent) if spent > 0 else None
+        """The part of `seconds` that went into steps, each step counted once.
+
+        The mean time of a step times the number of steps done here, over `seconds`.
+        """
+        step_seconds = self.points("step", "seconds")
+        if self.seconds <= 0:
+            return None
+        productive = 0.0
+        if step_seconds:
+            last_step = step_seconds[-1][0]
+            productive = fmean(value for _, value in step_seconds) * (last_step - self.before)
+        return min(1.0, productive / self.seconds)
 
     @property
     def phases(self) -> dict[str, list[float]]:
@@ -256,11 +260,40 @@ class RunFacts:
     def restarts(self) -> int:
         return sum(event.get("action") in ("restart", "replan") for event in self.of("fault"))
 
-    @property
+    @cached_property
     def seconds(self) -> float:
-        """From the first event to the last one, what lay between starts included."""
-        times = [event["t"] for event in self.events]
-        return max(times) - min(times) if times else 0.0
+        """The time that the run was running: its attempts, and what lay between a fault and the
+        restart that the launcher made. The time until somebody resumed the run does not count.
+        """
+        total = sum(attempt.seconds for attempt in self.attempts)
+        for before, after in pairwise(self.attempts):
+            action = (before.fault or {}).get("action")
+            if action in ("restart", "replan"):
+                total += max(0.0, after.start["t"] - before.start["t"] - before.seconds)
+        return total
+
+    @property
+    def failure(self) -> dict[str, str]:
+        """What ended the run badly, by label: reason, rank, likely cause and log; empty otherwise."""
+        if self.status not in ("failed", "stopped") or not self.attempts:
+            return {}
+        last = self.attempts[-1]
+        if last.fault is None:
+            why = (last.end or {}).get("why")
+            return {"reason": str(why)} if why else {}
+        fault = last.fault
+        rank = str(fault.get("rank"))
+        if fault.get("host"):
+            rank += f" on {fault['host']}"
+        found = {
+            "reason": str(fault.get("error")),
+            "rank": rank,
+            "after step": str(fault.get("step")),
+            "likely cause and fix": fault.get("cause"),
+            "then": str(fault.get("action")).removeprefix("stop: "),
+            "log": fault.get("log"),
+        }
+        return {label: str(value) for label, value in found.items() if value is not None}
 
 
 def differences(runs: list[RunFacts]) -> list[str]:

@@ -12,6 +12,7 @@ from drumline.core.explain import size
 from drumline.core.redact import plain, redact
 from drumline.report.progress import duration
 
+LONG_WORD = 24  # characters; a column with a longer word may break it
 MOST_TEXT = 20_000  # characters of one value
 
 
@@ -57,18 +58,34 @@ def join(parts: Iterable[Any]) -> Html:
 
 
 def table(headers: Sequence[Any], rows: Iterable[Sequence[Any]], **attributes: Any) -> Html:
-    """Numbers stand to the right. It scrolls by itself where it is wider than the page."""
+    """Return a table with numbers to the right; a column of long words such as paths may break them.
+
+    It scrolls by itself if it is wider than the page.
+    """
     lines = [list(row) for row in rows]
-    right = ["number" if any(isinstance(cell, int | float) for cell in column) else None for column in zip(*lines, strict=True)]
-    made = [
-        tag("tr", *(tag("td", cell, class_=side, data_key=getattr(cell, "key", None)) for cell, side in zip(row, right, strict=True)))
-        for row in lines
-    ]
+    classes = [_class_of_column(column) for column in zip(*lines, strict=True)]
+    made = []
+    for row in lines:
+        cells = [
+            tag("td", cell, class_=name, data_key=getattr(cell, "key", None))
+            for cell, name in zip(row, classes, strict=True)
+        ]
+        made.append(tag("tr", *cells))
+    right = [name if name == "number" else None for name in classes]
     head = tag(
         "thead",
         tag("tr", *(tag("th", each, scope="col", class_=side) for each, side in zip(headers, right or [None] * len(headers), strict=True))),
     )
     return tag("div", tag("table", head, tag("tbody", *made), **attributes), class_="wide")
+
+
+def _class_of_column(cells: Iterable[Any]) -> str | None:
+    """Return the CSS class of a column: numbers, words too long for a narrow column, or neither."""
+    cells = list(cells)
+    if any(isinstance(cell, int | float) for cell in cells):
+        return "number"
+    words = [word for cell in cells if isinstance(cell, str) and not isinstance(cell, Html) for word in cell.split()]
+    return "long" if any(len(word) > LONG_WORD for word in words) else None
 
 
 def facts(pairs: Iterable[tuple[str, Any]]) -> Html:

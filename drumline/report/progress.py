@@ -296,7 +296,10 @@ class Progress:
         lines += [f"  events  {run_dir}/events.jsonl", "next:"]
         if Path(run_dir, "tensorboard").is_dir():
             lines.append(f"  tensorboard --logdir {run}/tensorboard")
-        lines.append(f"  drumline export {run} --to my-model --dtype bf16")
+        if self.start is not None and self.start.writes:
+            lines.append(f"  drumline chat {run}        # talk to the model")
+        if self.export is None:
+            lines.append(f"  drumline export {run} --to my-model --dtype bf16")
         if Path("examples/own_data.yaml").exists():
             lines.append("  drumline train examples/own_data.yaml        # your own rows")
         return lines

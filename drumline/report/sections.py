@@ -40,9 +40,10 @@ def summary(runs: list[RunFacts], names: list[str]) -> Html:
     """Tiles of one run, a table of several; and what one should know."""
     if len(runs) == 1:
         plan = runs[0].last("run_start").get("plan_line")
-        known = join(
-            (tag("p", plan, class_="plan") if plan else "", tag("div", *map(_tile, _key_numbers(runs[0]).items()), class_="tiles"))
-        )
+        tiles = tag("div", *map(_tile, _key_numbers(runs[0]).items()), class_="tiles")
+        failure = runs[0].failure
+        shown_failure = tag("div", facts(list(failure.items())), class_="failure") if failure else ""
+        known = join((tag("p", plan, class_="plan") if plan else "", tiles, shown_failure))
     else:
         keys = differences(runs)
         rows = []

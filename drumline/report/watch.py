@@ -73,8 +73,9 @@ class Live:
         self.last = min(max(number(event["t"]) or 0.0, 0.0), 1e11)
         self.began = self.began or self.last
         if kind == "run_start":
-            # What lies between a stop and the next start is nobody's loss; behind a fault it is.
-            self.idle += max(0.0, self.last - before) if before and state["status"] not in ("failed", "starting again") else 0.0
+            # The time until somebody resumes a run is no loss; the time until a restart is.
+            if before and state["status"] != "starting again":
+                self.idle += max(0.0, self.last - before)
             state |= {"status": "starting", "steps": event.get("steps"), "plan": event.get("plan_line")}
         elif kind == "planned":
             memory = mapping(event.get("memory"))

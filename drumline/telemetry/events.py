@@ -92,6 +92,7 @@ class RunStart(Event, kind="run_start"):
     resumed_from: str | None  # the argument of --resume; null for a fresh start
     plan_line: str  # the plan in words
     left_out: list[str]  # how many rows of the data were cut, dropped or skipped
+    writes: bool = False  # the model writes text: `drumline chat RUN` talks to it
     environment: dict[str, str] = field(default_factory=dict)  # rank 0's host, system and devices, and the versions of what trains
 
 
@@ -226,6 +227,7 @@ class Fault(Event, kind="fault"):
     log: str  # file with what the rank printed
     step: int  # the last one done
     action: str  # restart, replan, or stop and why
+    cause: str | None = None  # the likely cause and its fix, if the doctor knows such an error
 
 
 class Replan(Event, kind="replan"):
@@ -270,7 +272,7 @@ class RunEnd(Event, kind="run_end"):
     status: str  # finished, preempted, stopped or failed
     exit_code: int  # see errors.py
     step: int  # the last one done
-    why: str | None = None  # it finished before its last step (eval.patience)
+    why: str | None = None  # why it finished before its last step, or the error that ended it, in one line
     kwh: Number = None  # that the devices took, of this process's start on; null where no counter can be read
     goodput: dict[str, float]  # seconds of this process by purpose: {elapsed, productive, startup, save, restore, recompute, eval, other}
 

@@ -19,9 +19,11 @@ from drumline.core import heartbeat
 from drumline.core.explain import plan_line, strategy_name
 from drumline.core.output import say
 from drumline.core.plan import Plan
+from drumline.core.redact import redact
 from drumline.core.signals import StopFlag
 from drumline.dist.start import Ranks, drawn, start, stop
 from drumline.errors import DrumlineError, EnvironmentFault, Preempted, TrainingStopped
+from drumline.foreign import class_and_line, first_line
 from drumline.launchers import watcher
 from drumline.launchers.environment import launched_by
 from drumline.launchers.lease import guarded
@@ -118,6 +120,7 @@ def run_start(plan: Plan, resume: str | None) -> RunStart:
         resumed_from=resume,
         plan_line=plan_line(plan),
         left_out=list(plan.data.left_out) if plan.data else [],
+        writes=plan.config.algorithm.writes and not plan.config.plain,
         environment=_environment(plan),
     )
 
@@ -155,7 +158,16 @@ class Reporter:
         kinds: dict[type, str] = {type(None): "finished", Preempted: "preempted", TrainingStopped: "stopped"}
         status = kinds.get(type(error), "failed")
         code = error.exit_code if isinstance(error, DrumlineError) else int(error is not None)
+        if error is not None:
+            self.why = _error_line(error)
         self.emit(RunEnd(status=status, exit_code=code, step=self.last_step, why=self.why, kwh=self.kwh, goodput=goodput.report()))
+
+
+def _error_line(error: BaseException) -> str:
+    """Return what ended a run, in one line without secrets."""
+    if isinstance(error, DrumlineError):
+        return redact(error.line())
+    return redact(f"{class_and_line(error)}: {first_line(error)}")
 
 
 class MainReporter(Reporter):

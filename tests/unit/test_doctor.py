@@ -258,9 +258,9 @@ def test_the_report_of_a_failed_run_ends_with_the_mend(tmp_path: Path) -> None:
     log.write_text("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.\n")
     end = RankEnd(1, 1, {"message": "RuntimeError: DataLoader worker", "time": 1.0, "exit_code": 1}, log)
     said = report(end, [end]).splitlines()
-    assert said[-1].startswith("mend: num_workers=0") and said[-2] == "likely cause: a loader worker died"
+    assert said[-1].startswith("fix: num_workers=0") and said[-2] == "likely cause: a loader worker died"
     log.write_text("ValueError: odd\n")
-    assert "mend:" not in report(end, [end])
+    assert "fix:" not in report(end, [end])
 
 
 # ----------------------------------------------------------------------------------------------------------------- before a run

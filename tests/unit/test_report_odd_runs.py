@@ -82,10 +82,11 @@ def test_steps_of_another_folder_are_no_work_of_this_run(tmp_path: Path) -> None
     assert live.message([])["state"]["goodput"] == pytest.approx(100 / 160)
 
 
-@pytest.mark.parametrize(("why", "spent"), [("stop", 20.0), ("fault", 1020.0)])
+@pytest.mark.parametrize(("why", "spent"), [("stop", 20.0), ("fault", 1020.0), ("last fault", 20.0)])
 def test_the_time_between_a_stop_and_the_next_start_is_no_loss(tmp_path: Path, why: str, spent: float) -> None:
-    fault = Fault(attempt=0, rank=1, signal="SIGKILL", exitcode=-9, error="killed", log="x", step=5, action="restart")
-    end = fault if why == "fault" else RunEnd(status="preempted", exit_code=75, step=5, goodput={})
+    action = "restart" if why == "fault" else "stop: 3 restarts without progress"
+    fault = Fault(attempt=0, rank=1, signal="SIGKILL", exitcode=-9, error="killed", log="x", step=5, action=action)
+    end = RunEnd(status="preempted", exit_code=75, step=5, goodput={}) if why == "stop" else fault
     steps = [at(step(number, seconds=1.0), number if number <= 5 else 1005 + number) for number in range(1, 11)]
     logged = [at(start(), 0), *steps[:5], at(end, 10), at(start(), 1010), *steps[5:]]
     logged.append(at(RunEnd(status="finished", exit_code=0, step=10, goodput={}), 1020))
@@ -94,6 +95,7 @@ def test_the_time_between_a_stop_and_the_next_start_is_no_loss(tmp_path: Path, w
         live.add(Event.of(values))
     facts = run_of(tmp_path / "run", *logged)
     assert live.message([])["state"]["goodput"] == pytest.approx(10 / spent) == pytest.approx(facts.goodput)
+    assert facts.seconds == pytest.approx(spent)
 
 
 def test_a_rank_has_the_memory_of_steps_that_it_took(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from drumline.report.markup import Keyed, table
 from drumline.report.picture import draw
 from drumline.report.sections import Drawings
 from drumline.telemetry import watched
-from drumline.telemetry.events import Eval, Rollout
+from drumline.telemetry.events import Eval, Fault, Rollout, RunEnd
 from tests.harness import ROOT
 from tests.unit.report_runs import HOSTILE, start, step, story, write_run
 
@@ -193,6 +193,22 @@ def test_browser(tmp_path: Path) -> None:
             assert not seen and tab.evaluate("window.hurt") is None
             tab.close()
     assert HOSTILE not in one.read_text()
+
+
+def test_the_summary_says_why_a_run_failed(tmp_path: Path) -> None:
+    fault = Fault(
+        attempt=0, rank=1, host="node7", signal="SIGKILL", exitcode=-9, error="killed by SIGKILL", log="logs/rank-1.log", step=4,
+        action="stop: 3 restarts without progress", cause="memory ran out — use fewer loader workers",
+    )  # fmt: skip
+    made = page.page([RunFacts(write_run(tmp_path / "x", events=[start(), step(4), fault]))])
+    summary = made[made.index("<h2>Summary") : made.index("<h2>Curves")]
+    for part in ("killed by SIGKILL", "1 on node7", "3 restarts without progress", "use fewer loader workers"):
+        assert part in summary
+    stopped = RunEnd(status="stopped", exit_code=3, step=4, why="loss is NaN", goodput={})
+    facts = RunFacts(write_run(tmp_path / "y", events=[start(), step(4), stopped]))
+    assert facts.failure == {"reason": "loss is NaN"}
+    finished = RunEnd(status="finished", exit_code=0, step=20, goodput={})
+    assert RunFacts(write_run(tmp_path / "z", events=[start(), step(4), finished])).failure == {}
 
 
 def test_samples_are_matched_by_their_prompts(tmp_path: Path) -> None:

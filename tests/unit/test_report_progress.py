@@ -118,7 +118,10 @@ def test_losses_that_are_no_numbers_break_nothing() -> None:
 def test_commands_to_try_can_be_pasted() -> None:
     progress, text = told(START, step(40), END)
     assert "  drumline export 'runs/my run' --to my-model --dtype bf16" in progress.summary()
-    assert "next:" in text
+    assert "next:" in text and "drumline chat" not in text
+    export = {"kind": "export", "path": "runs/x/export", "seconds": 1.0, "max_logit_difference": 0.0}
+    _, text = told({**START, "writes": True}, step(40), export, END)
+    assert "  drumline chat 'runs/my run'" in text and "drumline export" not in text
     assert "next:" not in told(START, step(40), {**END, "status": "failed"})[1]
 
 
