@@ -31,7 +31,7 @@ def collate(rows: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.T
 
 def main(strategy: str, run_dir: str, steps: str, dropout: str = "0.1", pause: str = "0", in_memory: str = "0") -> None:
     options = {"precision": "fp32", "device": "cpu", "global_samples": 8, "micro_batch": 2, "in_memory_every": int(in_memory) or None}
-    with drumline.session(strategy, run_dir=run_dir, resume=True, allow=("strategy",), **options) as s:  # type: ignore[arg-type]
+    with drumline.session(strategy, run_dir=run_dir, resume=True, **options) as s:  # type: ignore[arg-type]
         model, optimizer = s.prepare(functools.partial(build, float(dropout)), make_optimizer)
         for inputs, labels in s.batches(dataset(), collate, steps=int(steps)):
             loss = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")

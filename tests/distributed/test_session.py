@@ -19,14 +19,17 @@ from tests.harness import ENV, events, losses
 LOOP = Path(__file__).with_name("session_loop.py")
 
 
-def launch(run: Path, strategy: str, *arguments: object, nproc: int = 2) -> Forked:
-    command = ["launch", LOOP, "--nproc", nproc, "--", strategy, run, *arguments]
+def launch(
+    run: Path, strategy: str, *arguments: object, nproc: int = 2, options: tuple[object, ...] = ()
+) -> Forked:
+    command = ["launch", LOOP, "--nproc", nproc, *options, "--", strategy, run, *arguments]
     return Forked("drumline", *command, env=ENV, cwd=run.parent)
 
 
-def finished(process: Forked) -> None:
-    code, said = process.told(200)
-    assert code == 0, said
+def finished(process: Forked) -> str:
+    code, output = process.told(200)
+    assert code == 0, output
+    return output
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
@@ -42,11 +45,12 @@ def tensors(run: Path) -> dict[str, torch.Tensor]:
 def test_killed_and_resumed_to_the_bit(tmp_path: Path, in_memory_every: int) -> None:
     finished(launch(tmp_path / "whole", "fsdp2", 12))
     run = tmp_path / "killed"
-    process = launch(run, "fsdp2", 12, 0.1, 0.2, in_memory_every)
+    process = launch(run, "fsdp2", 12, 0.1, 0.2, in_memory_every, options=("--max-restarts", 0))
     wait_for(run, *(("step", 7) if in_memory_every else ("save", 4)), process)
     kill(children(process.pid)[-1])
     code, said = process.told(100)
-    assert code == 1 and "SIGKILL" in said, said
+    assert code == 1 and "SIGKILL" in said and "--max-restarts is 0" in said, said
+    assert "see killed/logs/attempt-0/rank-1.log" in said, said
     assert gone(str(run), 5.0) and max(losses(run)) < 12
     finished(launch(run, "fsdp2", 12, 0.1, 0, in_memory_every))
     (restored,) = (e for e in events(run, "restore") if e["path"])
@@ -57,6 +61,30 @@ def test_killed_and_resumed_to_the_bit(tmp_path: Path, in_memory_every: int) -> 
     assert mine.keys() == expected.keys() and all(torch.equal(mine[name], expected[name]) for name in expected)
 
 
+@pytest.mark.full
+def test_a_killed_rank_is_restarted_and_logs_are_in_the_run_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = launch(run, "ddp", 12, 0, 0.2)
+    wait_for(run, "save", 4, process)
+    kill(children(process.pid)[-1])
+    output = finished(process)
+    assert "starting again (2 restarts left)" in output, output
+    assert sorted(path.name for path in (run / "logs").iterdir()) == ["attempt-0", "attempt-1"]
+    assert not (run / "logs" / "attempt-1").is_symlink()
+    assert "step 12" in (run / "logs" / "attempt-1" / "rank-0.out").read_text()
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.full
+def test_a_script_without_a_session_is_not_restarted(tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    process = Forked("drumline", "launch", script, "--nproc", 1, env=ENV, cwd=tmp_path)
+    code, output = process.told(100)
+    assert code == 1 and "without a drumline.session it would begin anew" in output, output
+    assert (tmp_path / "runs" / "alone" / "logs" / "attempt-0" / "rank-0.log").is_file()
+
+
 def children(pid: int) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children()]
 
@@ -64,7 +92,8 @@ def children(pid: int) -> list[int]:
 def test_gone_on_with_by_one_process_and_another_strategy(tmp_path: Path) -> None:
     finished(launch(tmp_path / "whole", "single", 8, 0, nproc=1))
     finished(launch(tmp_path / "parts", "fsdp2", 4, 0))
-    finished(launch(tmp_path / "parts", "ddp", 8, 0, nproc=1))
+    output = finished(launch(tmp_path / "parts", "ddp", 8, 0, nproc=1))
+    assert "step-00000004 was saved under fsdp2; the run goes on under ddp" in output, output
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
     mine, expected = tensors(tmp_path / "parts"), tensors(tmp_path / "whole")
     for name in (n for n in expected if n.startswith("model.")):

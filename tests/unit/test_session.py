@@ -116,6 +116,22 @@ def stepped(s: Any) -> Any:
     return model
 
 
+def test_the_last_step_is_read_as_numbers(tmp_path: Path) -> None:
+    with session(tmp_path) as s:
+        model, _ = s.prepare(build, sgd)
+        with pytest.raises(UserError, match="no step was done yet"):
+            s.loss  # noqa: B018
+        for batch in s.batches(ROWS, collate, steps=1):
+            s.backward(*loss_of(model, batch))
+            s.step()
+        assert s.losses == {"": s.loss} and s.grad_norms == {"": s.grad_norm}
+        assert s.loss > 0 and s.grad_norm > 0
+    with session(tmp_path / "two") as s:
+        s.prepare({"first": (build, sgd), "second": (build, sgd)})
+        with pytest.raises(UserError, match=r"several models — read s\.grad_norms\[NAME\], of 'first', 'second'"):
+            s.grad_norm  # noqa: B018
+
+
 def test_one_denominator(tmp_path: Path) -> None:
     """Weights that differ by micro-batch: the step is that of Σ loss / Σ weight."""
     weights = [torch.tensor(3.0), 0.5]
