@@ -3,6 +3,8 @@ planner.cost.times computes them."""
 
 from __future__ import annotations
 
+import math
+from statistics import NormalDist
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -10,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 Ends = tuple[float, float]
 # Python, torch, transformers and DeepSpeed, imported: 349 MiB resident on a CPU. What CUDA's libraries add is not known.
 PROCESS = 400 * 2**20
+# Of ten runs nine lie between the ends of an estimate, so one in twenty is above the upper end.
+ABOVE_UPPER_END = 1 / 20
 
 
 class Frozen(BaseModel):
@@ -113,6 +117,22 @@ class Estimate(Frozen):
         if not self.host_fits or self.memory.reserved > self.limit:
             return "no"
         return "fits" if self.needs[1] <= self.limit else "tight"
+
+    @property
+    def risk(self) -> float:
+        """The chance that a device runs out of memory, from 0 (the verdict is fits) to 1 (it is no).
+
+        A tight plan gets the chance of a log-normal distribution through two points: half of all runs need more
+        than the estimate, and one in twenty needs more than its upper end.
+        """
+        if self.verdict == "fits":
+            return 0.0
+        if self.verdict == "no":
+            return 1.0
+        upper_end = self.memory_range[1]
+        deviation = math.log(upper_end) / NormalDist().inv_cdf(1 - ABOVE_UPPER_END)
+        room = math.log(self.limit / self.memory.reserved)
+        return 1 - NormalDist().cdf(room / deviation)
 
 
 class Activations(Frozen):

@@ -8,6 +8,7 @@ was seen for that kind of device in public issues: error correction and the driv
 from __future__ import annotations
 
 import difflib
+import math
 import re
 
 from drumline.hardware.cluster import DeviceSpec, Link
@@ -67,6 +68,26 @@ DEVICES: dict[str, DeviceSpec] = {
 }
 CPU = "cpu"  # its rates depend on the machine: see planner.cluster
 
+# GiB of host memory for each device where a plan does not know its host: what one cloud rents with it, in or below the middle of what several
+# do. Device → (GiB, source).
+HOST_MEMORY: dict[str, tuple[float, str]] = {
+    "a100-40g": (112.5, "Azure ND96asr A100 v4: 900 GiB with 8"),
+    "a100-80g": (220, "Azure NC24ads A100 v4: 220 GiB with 1"),
+    "h100-80g": (234, "Google a3-highgpu-8g: 1,872 GiB with 8"),
+    "h100-nvl": (320, "Azure NC40ads H100 v5: 320 GiB with 1"),
+    "h200": (231, "Azure ND96isr H200 v5: 1,850 GiB with 8"),
+    "b200": (256, "AWS p6-b200.48xlarge: 2,048 GiB with 8"),
+    "l40s": (96, "AWS g6e.12xlarge: 384 GiB with 4"),
+    "a10": (48, "AWS g5.12xlarge: 192 GiB with 4"),
+    "t4": (48, "AWS g4dn.12xlarge: 192 GiB with 4"),
+    "v100-16g": (61, "AWS p3.16xlarge: 488 GiB with 8"),
+    "v100-32g": (96, "AWS p3dn.24xlarge: 768 GiB with 8"),
+    "mi300x": (231, "Azure ND96isr MI300X v5: 1,850 GiB with 8"),
+}
+# Other devices stand in machines that people put together themselves; their makers advise twice the memory of the devices, and memory is sold
+# in modules: 64 GiB for a card of 24 or 32 GB.
+HOST_TIMES, HOST_MODULE_GIB = 2, 32
+
 # Step latencies are NCCL's own for a ring (src/graph/tuning.cc, hwLat, Simple): NVLink 3.4 µs, PCI 5.7, network 14.
 LINKS: dict[str, Link] = {
     link.name: link
@@ -119,6 +140,15 @@ def device(name: str) -> DeviceSpec | None:
     """A device of the catalog by what people call it; None where it is not there (a CPU is not: its rates depend on the machine)."""
     known = plain(name)
     return DEVICES.get(_SAME.get(known, known))
+
+
+def usual_host_memory(spec: DeviceSpec) -> tuple[int, str]:
+    """(Bytes of host memory for each device of this kind that a plan assumes where nobody has set it, and where they come from)."""
+    if spec.name in HOST_MEMORY:
+        gib, source = HOST_MEMORY[spec.name]
+        return int(gib * GIB), source
+    modules = math.ceil(HOST_TIMES * spec.memory_bytes / (HOST_MODULE_GIB * GIB))
+    return modules * HOST_MODULE_GIB * GIB, f"{HOST_TIMES} × the device's memory, in modules of {HOST_MODULE_GIB} GiB"
 
 
 def link(name: str) -> Link | None:

@@ -153,8 +153,8 @@ class Link:
 @dataclass(frozen=True)
 class Cluster:
     """nodes × per_node equal devices. `pod`: hosts that reach each other at the full rate, None: all; its links to other pods carry what
-    they send divided by `oversubscription`. `host_memory_bytes` of one host, None: not known. `found`: it is this machine; `notes`:
-    assumptions, for the user."""
+    they send divided by `oversubscription`. `host_memory_bytes` of one host, None: without a limit; `host_memory_assumed`: nobody has
+    set it. `found`: it is this machine; `notes`: assumptions, for the user."""
 
     device: DeviceSpec
     per_node: int
@@ -163,6 +163,7 @@ class Cluster:
     inter: Link
     host_link: Link
     host_memory_bytes: int | None = None
+    host_memory_assumed: bool = False
     price_per_device_hour: float | None = None
     mtbf_hours: float | None = None
     restart_seconds: float | None = None

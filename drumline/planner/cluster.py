@@ -47,6 +47,10 @@ def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int
     per_node = described.per_node or base.per_node
     host = int(described.host_memory_gb * catalog.GIGA) if described.host_memory_gb else None
     device = base.device if host is None or base.device.kind != "cpu" else replace(base.device, memory_bytes=host // per_node)
+    host = host or base.host_memory_bytes
+    is_assumed = host is None
+    if host is None:
+        host = per_node * catalog.usual_host_memory(device)[0]
     return replace(
         base,
         device=device,
@@ -54,7 +58,8 @@ def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int
         nodes=described.nodes,
         intra=base.intra if described.intra is None else described.link(described.intra),
         inter=described.link(described.inter),
-        host_memory_bytes=host or base.host_memory_bytes,
+        host_memory_bytes=host,
+        host_memory_assumed=is_assumed,
         price_per_device_hour=described.price_per_device_hour,
         mtbf_hours=described.mtbf_hours,
         restart_seconds=described.restart_seconds,

@@ -71,7 +71,7 @@ class Adapted:
 def nothing_fits(answer: Answer) -> tuple[Change, ...]:
     """The smallest change of each kind after which something fits, in this order: checkpointing, micro-batch, a disk, adapters, a shorter
     row, more devices. Empty where none would help."""
-    found = ((what, search(changed)) for what, changed in _proposals(answer.question) if fits(changed))
+    found = ((what, search(changed, with_room=True)) for what, changed in _proposals(answer.question) if fits(changed))
     return tuple(Change(what, made.ranked[0]) for what, made in found if made.ranked)
 
 
@@ -230,7 +230,7 @@ def _most(make: Callable[[int], Question], family: Sequence[StrategySpec], first
     for strategy in family:
         more = _largest(lambda n, one=strategy: fits(make(n), [one]), number + step, last, step)  # type: ignore[misc]
         number, best = (number, best) if more is None else (more, (strategy,))
-    found = search(make(number), best).ranked if best else ()
+    found = search(make(number), best, with_room=True).ranked if best else ()
     return Most(number, found[0]) if found else None
 
 

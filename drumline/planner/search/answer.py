@@ -3,7 +3,7 @@ candidates (probes) correct the estimates of all. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 
@@ -15,11 +15,17 @@ from drumline.core.facts import ModelFacts
 from drumline.core.plan import DataPlan, Layout, RolePlan
 from drumline.errors import EnvironmentFault
 from drumline.hardware.cluster import Cluster
-from drumline.planner.cost.fitted import PROBED
+from drumline.planner.cost.fitted import PROBED, SPEED_ERROR, is_measured
 from drumline.telemetry.truth import Measurement, compare
 
 GB = 1e9
-TIE = 0.03  # predicted speeds that differ by less are the same: no prediction is better than that
+# Predicted speeds of the same kind of plan that differ by less are the same: no prediction is better than that.
+TIE = 0.03
+# What a plan of a kind without any measured run has to gain before it goes first: twice the error of those that were measured, as
+# planner.cost.fitted widens the ends of their seconds.
+UNMEASURED = 2 * SPEED_ERROR
+# A plan needs clearly less memory than another where it leaves so much more of the host's memory.
+CLEARLY_LESS = 0.25
 
 
 @dataclass(frozen=True)
@@ -80,16 +86,28 @@ class Refused:
 
 @dataclass(frozen=True)
 class Answer:
-    """`ranked`: candidates that fit, then tight ones, the best first; `refused`: families of which none fits. `looked_at`: estimated
-    layouts; `probes`: candidates that ran for a few steps and correct all estimates. `tight`: the fastest tight candidate, where it is
-    faster than all that fit."""
+    """`ranked`: candidates that fit or are tight, the best first (`in_order`); `refused`: families of which none fits. `looked_at`:
+    estimated layouts; `probes`: candidates that ran for a few steps and correct all estimates."""
 
     question: Question
     ranked: tuple[Candidate, ...]
     refused: tuple[Refused, ...]
     looked_at: int = 0
     probes: tuple[Probe, ...] = ()
-    tight: Candidate | None = None
+
+    @property
+    def tight(self) -> Candidate | None:
+        """The fastest tight candidate where it is faster than the first of `ranked`, by more than the error of a prediction."""
+        candidates = [candidate for candidate in self.ranked if candidate.estimate.verdict == "tight"]
+        if not candidates:
+            return None
+        fastest = max(candidates, key=lambda candidate: candidate.estimate.tokens_per_s)
+        return fastest if faster(fastest.estimate, self.ranked[0].estimate) else None
+
+    @property
+    def with_room(self) -> Candidate | None:
+        """The best candidate that fits at its upper end too; None where all are tight."""
+        return next((candidate for candidate in self.ranked if candidate.estimate.verdict == "fits"), None)
 
 
 def why_not(estimate: Estimate) -> str:
@@ -135,19 +153,45 @@ def faster(estimate: Estimate, other: Estimate) -> bool:
     return estimate.tokens_per_s * (1 - TIE) > other.tokens_per_s
 
 
-def in_order(candidates: list[Candidate]) -> Iterator[Candidate]:
-    """The candidates, those that fit before tight ones: the fastest first, of equally fast ones the simplest, of those the smallest. Where
-    the memory of a host is unknown, one that needs over twice as much of it as an equally fast one comes later."""
-    for fits in (True, False):
-        left = [c for c in candidates if (c.estimate.verdict == "fits") is fits]
-        while left:
-            fastest = max(c.estimate.tokens_per_s for c in left)
-            same = [c for c in left if c.estimate.tokens_per_s >= (1 - TIE) * fastest]
-            least = min(c.estimate.host.most for c in same)
-            lavish = {c.name for c in same if c.estimate.host_limit is None and c.estimate.host.most > 2 * least}
-            first = min(same, key=lambda c: (c.name in lavish, c.simple, c.estimate.memory.reserved, -c.estimate.tokens_per_s))
-            left.remove(first)
-            yield first
+def expected_speed(candidate: Candidate) -> float:
+    """Tokens/s times the chance to fit, by which candidates are ranked. Where the model itself is split over devices, which no measured run
+    has confirmed, UNMEASURED less."""
+    estimate = candidate.estimate
+    expected = estimate.tokens_per_s * (1 - estimate.risk)
+    return expected if is_measured(candidate.layout) else (1 - UNMEASURED) * expected
+
+
+def in_order(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+    """The candidates, the best first (`_best`)."""
+    left = list(candidates)
+    while left:
+        first = _best(left)
+        left.remove(first)
+        yield first
+
+
+def _best(candidates: Sequence[Candidate]) -> Candidate:
+    """The candidate with the largest expected speed. Of those within SPEED_ERROR of it, any that wastes memory beside another is passed
+    over; of those within TIE, one that fits goes first, then the simplest, then the smallest."""
+    fastest = max(expected_speed(candidate) for candidate in candidates)
+    near = [candidate for candidate in candidates if expected_speed(candidate) >= (1 - SPEED_ERROR) * fastest]
+    lean = [candidate for candidate in near if not any(_needs_clearly_less(other.estimate, candidate.estimate) for other in near)]
+    fastest_lean = max(expected_speed(candidate) for candidate in lean)
+    equal = [candidate for candidate in lean if expected_speed(candidate) >= (1 - TIE) * fastest_lean]
+
+    def preference(candidate: Candidate) -> tuple[bool, int, int, float]:
+        estimate = candidate.estimate
+        return estimate.verdict != "fits", candidate.simple, estimate.memory.reserved, -estimate.tokens_per_s
+
+    return min(equal, key=preference)
+
+
+def _needs_clearly_less(estimate: Estimate, other: Estimate) -> bool:
+    """Whether an estimate leaves at least CLEARLY_LESS of a host's memory that another takes, and takes no more of a device."""
+    if other.host_limit is None:
+        return False
+    saved = other.host.most - estimate.host.most
+    return saved >= CLEARLY_LESS * other.host_limit and estimate.memory.reserved <= other.memory.reserved
 
 
 def corrected_answer(answer: Answer, probes: tuple[Probe, ...]) -> Answer:

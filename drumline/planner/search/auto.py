@@ -15,8 +15,9 @@ from drumline.core.config import Config
 from drumline.core.explain import count
 from drumline.core.stages import in_flight
 from drumline.core.strategy import StrategySpec
+from drumline.planner.cost.fitted import SPEED_ERROR, is_measured
 from drumline.planner.search.advice import nothing_fits, refusal
-from drumline.planner.search.answer import TIE, Answer, Candidate, Question, Refused, faster, gb
+from drumline.planner.search.answer import TIE, UNMEASURED, Answer, Candidate, Question, Refused, faster, gb
 from drumline.planner.search.search import look_at, search
 from drumline.strategies.auto.spec import AutoStrategy
 from drumline.strategies.ddp.spec import DDPStrategy
@@ -123,16 +124,22 @@ def choose(question: Question) -> tuple[Config, str | None]:
 
 
 def with_little_room(answer: Answer) -> str:
-    """A line on the tight candidate that is faster than all that fit, and on its risk; empty where there is none."""
+    """A line on the tight candidate that is faster than the first one, and on its risk; empty where there is none."""
     found = answer.tight
-    if found is None or answer.probes:  # these have corrected the others
+    if found is None:
         return ""
-    needs, limit, speed = found.estimate.memory.reserved, found.estimate.limit, found.estimate.tokens_per_s
-    times = speed / answer.ranked[0].estimate.tokens_per_s
-    return (
-        f"faster, with little room: {found.name}, {speed:,.0f} tokens/s ({times:.1f} ×) at {gb(needs)} of {gb(limit)}"
-        f" ({needs / limit:.0%}); where that is predicted too low it runs out of memory (memory.on_oom=replan goes on with less)"
-    )
+    times = found.estimate.tokens_per_s / answer.ranked[0].estimate.tokens_per_s
+    speed = f"{found.estimate.tokens_per_s:,.0f} tokens/s ({times:.1f} ×)"
+    return f"faster, with little room: {found.name}, {speed}; {risk(found)}"
+
+
+def risk(candidate: Candidate) -> str:
+    """The risk of a tight candidate as text, and what the run does when memory runs out."""
+    estimate = candidate.estimate
+    chance = f"it runs out of memory with a chance of {estimate.risk:.0%} ({gb(estimate.memory.reserved)} of {gb(estimate.limit)})"
+    if candidate.config.memory.on_oom == "replan":
+        return f"{chance}, and then goes on with a plan that needs less (memory.on_oom=replan)"
+    return f"{chance}, and then ends and names a plan that needs less (memory.on_oom=stop)"
 
 
 def _why(answer: Answer) -> str:
@@ -140,17 +147,36 @@ def _why(answer: Answer) -> str:
     second = next((other for other in rest if other.family != first.family), None)
     batch, estimated = first.layout.batch, first.estimate
     kind = first.layout.activation_checkpointing
-    if estimated.verdict != "fits":
-        reason = f"tight, and none of {answer.looked_at} layouts fits with room"
-    elif any(c.estimate.tokens_per_s > estimated.tokens_per_s and c.estimate.verdict == "fits" for c in rest):
-        reason = f"of {answer.looked_at} layouts as fast as any that fits (within {TIE:.0%}), and simpler"
-    else:
-        reason = f"of {answer.looked_at} layouts the fastest predicted to fit"
+    checkpointing = "" if kind == "none" else f", {kind} checkpointing"
+    speed = f"{estimated.tokens_per_s:,.0f} tokens/s at {gb(estimated.memory.reserved)} of {gb(estimated.limit)}"
     parts = [
-        f"strategy auto: {first.name}, micro-batch {batch.micro_batch} × accumulation {batch.accumulation}"
-        + (f", {kind} checkpointing" if kind != "none" else ""),
-        f"{reason}: {estimated.tokens_per_s:,.0f} tokens/s at {gb(estimated.memory.reserved)} of {gb(estimated.limit)}",
+        f"strategy auto: {first.name}, micro-batch {batch.micro_batch} × accumulation {batch.accumulation}{checkpointing}",
+        f"of {answer.looked_at} layouts {_reason(answer)}: {speed}",
     ]
     if second is not None:
         parts.append(f"second {second.name}, {second.estimate.tokens_per_s:,.0f} tokens/s at {gb(second.estimate.memory.reserved)}")
-    return "; ".join([*parts, *filter(None, [with_little_room(answer)])])
+    if estimated.verdict == "tight":
+        parts.append(f"tight: {risk(first)}")
+    line = with_little_room(answer)
+    if line:
+        parts.append(line)
+    return "; ".join(parts)
+
+
+def _reason(answer: Answer) -> str:
+    """Why the first candidate is the first."""
+    first, *rest = answer.ranked
+    if first.estimate.verdict == "tight":
+        if answer.with_room is None:
+            return "the best, and none fits with room"
+        times = first.estimate.tokens_per_s / answer.with_room.estimate.tokens_per_s
+        return f"the best, {times:.1f} × as fast as the best that fits with room ({answer.with_room.name})"
+    fitting = [candidate for candidate in rest if candidate.estimate.verdict == "fits"]
+    faster_ones = [candidate for candidate in fitting if candidate.estimate.tokens_per_s > first.estimate.tokens_per_s]
+    if not faster_ones:
+        return "the fastest predicted to fit"
+    if not any(faster(other.estimate, first.estimate) for other in faster_ones):
+        return f"as fast as any that fits (within {TIE:.0%}), and simpler or smaller"
+    if all(is_measured(other.layout) for other in faster_ones):
+        return f"within {SPEED_ERROR:.0%} of the fastest that fits, and clearly smaller"
+    return f"nearly as fast as any that fits (within {UNMEASURED:.0%}), and simpler"

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 from drumline.core.batch import TOKENS_AT_ONCE, batches
 from drumline.core.config import Config
@@ -30,7 +31,18 @@ from drumline.hardware import catalog
 from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import Device, Machine
 from drumline.planner.cost.times import estimate
-from drumline.planner.search.answer import TIE, Answer, Candidate, Question, Refused, corrected, faster, in_order, why_not
+from drumline.planner.search.answer import (
+    TIE,
+    Answer,
+    Candidate,
+    Question,
+    Refused,
+    corrected,
+    expected_speed,
+    faster,
+    in_order,
+    why_not,
+)
 from drumline.planner.search.budget import CHECKPOINTING, kinds_of, within_budget
 
 FEW = 3  # strategies of a family that an answer holds
@@ -86,14 +98,15 @@ class _Family:
     looked_at: int = 0
 
 
-def search(question: Question, among: Iterable[StrategySpec] | None = None) -> Answer:
-    """The best few of each family, or the reason why none fits. `among`: the strategies to estimate; None: all."""
+def search(question: Question, among: Iterable[StrategySpec] | None = None, *, with_room: bool = False) -> Answer:
+    """The best few of each family, or the reason why none fits. `among`: the strategies to estimate; None: all. `with_room`: tight
+    candidates do not count."""
     estimates, families = _Estimates(question), dict[str, _Family]()
     question = estimates.question
     for strategy in search_space(question) if among is None else among:
         family = families.setdefault(strategy.names(question.cluster.world_size).family, _Family())
-        if (best := estimates.best_of(strategy, family)) is not None:
-            family.best = heapq.nlargest(FEW, [*family.best, best], lambda c: (c.estimate.verdict == "fits", c.estimate.tokens_per_s))
+        if (best := estimates.best_of(strategy, family, with_room)) is not None:
+            family.best = heapq.nlargest(FEW, [*family.best, best], expected_speed)
     found, refused = list[Candidate](), list[Refused]()
     for name, family in families.items():
         try:
@@ -103,12 +116,33 @@ def search(question: Question, among: Iterable[StrategySpec] | None = None) -> A
                 refused.append(Refused(name, why_not(nearest.estimate) if nearest else family.reason, nearest))
         except PlanError as error:  # what only a whole plan looks at, such as a DeepSpeed config of the user's own
             refused.append(Refused(name, _reason(error)))
-    ranked, tight = tuple(in_order(found)), None
-    fastest = max((f.tight for f in families.values() if f.tight), key=lambda c: c.estimate.tokens_per_s, default=None)
-    if fastest and ranked and ranked[0].estimate.verdict == "fits" and faster(fastest.estimate, ranked[0].estimate):
-        with suppress(PlanError):  # as above
-            tight = _complete(fastest, question.facts)
-    return Answer(question, ranked, tuple(refused), sum(family.looked_at for family in families.values()), tight=tight)
+    ranked = list(in_order(found))
+    if ranked and not with_room:
+        faster_one = _faster_and_tight(ranked, families.values(), question.facts)
+        if faster_one is not None:
+            ranked = list(in_order([*ranked, faster_one]))
+    return Answer(question, tuple(ranked), tuple(refused), sum(family.looked_at for family in families.values()))
+
+
+def _faster_and_tight(ranked: Sequence[Candidate], families: Iterable[_Family], facts: ModelFacts) -> Candidate | None:
+    """The fastest tight candidate of all, with a name of its own, where it is faster than the first of `ranked` and than each tight one
+    among these. None otherwise: the strategy's best candidate is another one, and fits with more room."""
+    tight = [family.tight for family in families if family.tight is not None]
+    if not tight:
+        return None
+    fastest = max(tight, key=lambda candidate: candidate.estimate.tokens_per_s)
+    rivals = [ranked[0], *(candidate for candidate in ranked if candidate.estimate.verdict == "tight")]
+    if not all(faster(fastest.estimate, rival.estimate) for rival in rivals):
+        return None
+    same_strategy = next((candidate for candidate in ranked if candidate.name == fastest.name), None)
+    if same_strategy is not None:
+        kind = fastest.layout.activation_checkpointing
+        differs = kind != same_strategy.layout.activation_checkpointing
+        about = f"{kind} checkpointing" if differs else f"micro-batch {fastest.layout.batch.micro_batch}"
+        fastest = replace(fastest, name=f"{fastest.name}, {about}")
+    with suppress(PlanError):  # what only a whole plan looks at
+        return _complete(fastest, facts)
+    return None
 
 
 def look_at(question: Question, strategy: StrategySpec) -> Candidate | Refused:
@@ -162,16 +196,17 @@ class _Estimates:
         # A budget chooses for each batch by itself.
         self.checkpointing = self.kinds if memory.budget_gb is None else self.kinds[:1]
 
-    def best_of(self, strategy: StrategySpec, family: _Family) -> Candidate | None:
-        """The best micro-batch and checkpointing of a strategy: the fastest that fits; of those as fast, the least checkpointing, then the
-        micro-batch nearest to the usual one. None where none fits or rules and numbers refuse all; the family notes it."""
+    def best_of(self, strategy: StrategySpec, family: _Family, with_room: bool) -> Candidate | None:
+        """The best micro-batch and checkpointing of a strategy: the largest expected speed; of those as fast, one that fits before a tight
+        one, the least checkpointing, then the micro-batch nearest to the usual one. None where none fits or rules and numbers refuse all;
+        the family notes it. `with_room`: tight ones do not count."""
         found = list[Candidate]()
         for kind in self.checkpointing:
             try:
                 for candidate in self.candidates(strategy, kind):
                     family.looked_at += 1
                     estimated, nearest, tight = candidate.estimate, family.nearest, family.tight
-                    if estimated.verdict != "no":
+                    if estimated.verdict == "fits" or (estimated.verdict == "tight" and not with_room):
                         found.append(candidate)
                         if estimated.verdict == "tight" and (tight is None or faster(estimated, tight.estimate)):
                             family.tight = candidate
@@ -181,15 +216,14 @@ class _Estimates:
                 family.reason = family.reason or _reason(error)
         if not found:
             return None
-        fitting = [candidate for candidate in found if candidate.estimate.verdict == "fits"] or found
-        fastest = max(candidate.estimate.tokens_per_s for candidate in fitting)
+        fastest = max(expected_speed(candidate) for candidate in found)
 
-        def usual(candidate: Candidate) -> tuple[int, float]:
+        def preference(candidate: Candidate) -> tuple[bool, int, float]:
             layout = candidate.layout
             off = abs(math.log2(layout.rows * layout.length / TOKENS_AT_ONCE))
-            return CHECKPOINTING.index(layout.activation_checkpointing), off
+            return candidate.estimate.verdict != "fits", CHECKPOINTING.index(layout.activation_checkpointing), off
 
-        return min((c for c in fitting if c.estimate.tokens_per_s >= (1 - TIE) * fastest), key=usual)
+        return min((c for c in found if expected_speed(c) >= (1 - TIE) * fastest), key=preference)
 
     def candidates(self, strategy: StrategySpec, checkpointing: str) -> Iterator[Candidate]:
         """One for each possible micro-batch, the smallest first, up to the first that does not fit: a larger one needs no less. But without
@@ -228,12 +262,16 @@ class _Estimates:
 
 
 def _complete(candidate: Candidate, facts: ModelFacts) -> Candidate:
-    """The candidate with a config that sets its batch. Raises PlanError where a DeepSpeed config of the user's own contradicts."""
+    """The candidate with a config that sets its batch; of a tight one also what happens when memory runs out, where the user has not set
+    it. Raises PlanError where a DeepSpeed config of the user's own contradicts."""
     layout = candidate.layout
     batch, given = layout.batch, layout.config.batch
     total = {} if given.global_samples or given.global_tokens else {"accumulation": batch.accumulation}
-    config = layout.config.model_copy(update={"batch": given.model_copy(update={"micro_batch": batch.micro_batch, **total})})
-    made = layout.model_copy(update={"config": config})
+    update: dict[str, Any] = {"batch": given.model_copy(update={"micro_batch": batch.micro_batch, **total})}
+    memory = layout.config.memory
+    if candidate.estimate.verdict == "tight" and "on_oom" not in memory.model_fields_set:
+        update["memory"] = memory.model_copy(update={"on_oom": "replan"})
+    made = layout.model_copy(update={"config": layout.config.model_copy(update=update)})
     deepspeed_of(made, facts, "")
     return replace(candidate, layout=made)
 
