@@ -52,7 +52,12 @@ class HostMemory(Frozen):
 
     @property
     def most(self) -> int:
-        return max(self.load, self.train, self.save, self.export)
+        return max(self.running, self.export)
+
+    @property
+    def running(self) -> int:
+        """The most before the run's end: without the export, which `drumline export` can do later and elsewhere."""
+        return max(self.load, self.train, self.save)
 
 
 class Traffic(Frozen):
@@ -96,6 +101,7 @@ class Estimate(Frozen):
     mfu: float | None
     limit: int = Field(description="Bytes of a device's memory.")
     host_limit: int | None = None
+    host_assumed: bool = Field(False, description="`host_limit` is what such machines usually have; then the export at the end may be above it.")
     calibrated: bool = Field(False, description="Seconds are by rates that `drumline calibrate` measured; otherwise by datasheets.")
     memory_range: Ends = Field(
         (1.0, 1.0), description="Ends of what is reserved and of seconds, as multiples of the estimate: where nine of"
@@ -104,7 +110,10 @@ class Estimate(Frozen):
 
     @property
     def host_fits(self) -> bool:
-        return self.host_limit is None or self.host.most <= self.host_limit
+        if self.host_limit is None:
+            return True
+        needs = self.host.running if self.host_assumed else self.host.most
+        return needs <= self.host_limit
 
     @property
     def needs(self) -> Ends:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -22,12 +23,15 @@ from drumline.core.data import DigitsSource, FileSource, SavedSource, SourceSpec
 from drumline.core.load import Loaded, load_text, schema
 from drumline.core.registry import kinds_alone
 from drumline.core.urls import is_url
-from drumline.errors import EnvironmentFault, UserError
+from drumline.errors import DrumlineError, EnvironmentFault, UserError
 from drumline.foreign import disk_errors, expanded, read_object
 from drumline.models.shapes import find
 from drumline.planner.question import ADAPTERS, Flags, Found, ask, find_model, mistakes_by_flag
 from drumline.planner.report.output import SCHEMA, file, why
-from drumline.planner.search.advice import STEP, nothing_fits, refusal
+from drumline.planner.report.table import show_adapted
+from drumline.planner.search.advice import STEP, Adapted, beside_adapters, nothing_fits, refusal
+from drumline.planner.search.answer import Question
+from drumline.planner.search.choice import choose_adapter, slow_lines, why_adapter
 from drumline.planner.search.search import search
 from drumline.report.bars import OnProgress, bars
 
@@ -61,24 +65,19 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
     console = Console(stderr=True, highlight=False)
     config = _config(answers, path) if yes else _interview(answers, path, console)
     with bars(console) as on_progress:
-        model = find_model(config.model, on_progress)
-        name = config.model.id
-        if model.path is None and name is not None and "/" not in name and (known := find(name)) is not None:
-            hub = f"write its id on the hub, OWNER/NAME; it has the shape of {known.id}"
-            fix = hub if known.id != name else "its weights were never published"
-            raise UserError(f"where the weights of {name!r} are is not known", where="--model", fix=fix)
-        first_rows = look(config, model, path.absolute().parent, on_progress)
-        text_config = None if config.images_alone else model.hf_config.get_text_config()
-        config = fitted(config, first_rows, getattr(text_config, "max_position_embeddings", None))
-        request = ask(Loaded(config, path, path.parent), on_progress)
-    for note in request.notes:
+        prepared = _prepare(config, path, on_progress)
+    adapted = _with_adapters(prepared)
+    choice = choose_adapter(adapted)
+    if yes and answers.adapter is None and choice is not None and choice.name != "full":
+        _show_choices(adapted, choice, console)
+        config = _config(replace(answers, adapter=choice.name.lower()), path)
+        with bars(console) as on_progress:
+            prepared = _prepare(config, path, on_progress)
+        adapted = ()
+    for note in prepared.notes:
         console.print(f"note: {note}", soft_wrap=True, markup=False)
-    question, devices = request.question, request.question.cluster.world_size
-    if not question.config.batch.model_fields_set:
-        by = math.lcm(devices, question.config.algorithm.samples_in_turn)
-        batch = BatchConfig(global_samples=-(-BATCH // by) * by)
-        question = replace(question, config=question.config.model_copy(update={"batch": batch}))
-    answer = search(question)
+    first_rows = prepared.first_rows
+    answer = adapted[0].answer if adapted else search(prepared.question)
     if not answer.ranked:
         raise refusal(answer, nothing_fits(answer))
     text = file(answer, str(path))
@@ -88,12 +87,76 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
             new.write(text)
         beside = _write_schema(path.parent / SCHEMA)
     print(f"wrote {path}{beside}\n{why(answer)}")
+    for line in slow_lines(answer, adapted):
+        print(line)
     length = answer.question.config.data.max_length
     print(f"data: {first_rows.describe()}" if first_rows else f"data: not here yet; rows are taken to have {length} tokens")
     if missing := lacking(answer.ranked[0].config):
         print(f"to install: pip install {' '.join(missing)}")
     print(f"all plans: drumline plan {path}\nto train:  drumline train {path}")
     return 0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `init` plans for: the question, notes for the user, and what the first rows of the data are (None: not here yet)."""
+
+    question: Question
+    notes: tuple[str, ...]
+    first_rows: FirstRows | None
+
+
+def _prepare(config: Config, path: Path, on_progress: OnProgress) -> Prepared:
+    """The question of a config, with a length that its rows fit in and a global batch. Raises UserError for a model whose weights nobody
+    can find."""
+    model = find_model(config.model, on_progress)
+    name = config.model.id
+    if model.path is None and name is not None and "/" not in name and (known := find(name)) is not None:
+        hub = f"write its id on the hub, OWNER/NAME; it has the shape of {known.id}"
+        fix = hub if known.id != name else "its weights were never published"
+        raise UserError(f"where the weights of {name!r} are is not known", where="--model", fix=fix)
+    first_rows = look(config, model, path.absolute().parent, on_progress)
+    text_config = None if config.images_alone else model.hf_config.get_text_config()
+    config = fitted(config, first_rows, getattr(text_config, "max_position_embeddings", None))
+    request = ask(Loaded(config, path, path.parent), on_progress)
+    return Prepared(_with_batch(request.question), request.notes, first_rows)
+
+
+def _with_batch(question: Question) -> Question:
+    """The question with a global batch, where nobody has set one: BATCH samples, or the next number that its devices can share."""
+    if question.config.batch.model_fields_set:
+        return question
+    by = math.lcm(question.cluster.world_size, question.config.algorithm.samples_in_turn)
+    batch = BatchConfig(global_samples=-(-BATCH // by) * by)
+    return replace(question, config=question.config.model_copy(update={"batch": batch}))
+
+
+def _with_adapters(prepared: Prepared) -> tuple[Adapted, ...]:
+    """Training all weights, LoRA and QLoRA, where the question is of the first; else empty."""
+    if prepared.question.config.adapter.kind != "none":
+        return ()
+    return beside_adapters(search(prepared.question))
+
+
+def _show_choices(adapted: Sequence[Adapted], choice: Adapted, console: Console) -> None:
+    """Training all weights, LoRA and QLoRA as a table, and why `choice` is the one to take."""
+    show_adapted(adapted, console, None)
+    console.print(why_adapter(adapted, choice), markup=False)
+
+
+def _usual_adapter(answers: Answers, path: Path, console: Console) -> str:
+    """The answer to the question about adapters that Enter gives: what an expert would choose. Where that is an adapter, the choices are
+    shown. What is wrong with an earlier answer is left for the end, which says it: then it is full."""
+    try:
+        prepared = _prepare(_config(replace(answers, adapter="full"), path), path, lambda *_: None)
+    except DrumlineError:
+        return "full"
+    adapted = _with_adapters(prepared)
+    choice = choose_adapter(adapted)
+    if choice is None or choice.name == "full":
+        return "full"
+    _show_choices(adapted, choice, console)
+    return choice.name.lower()
 
 
 def _write_schema(path: Path) -> str:
@@ -111,7 +174,11 @@ def _interview(answers: Answers, path: Path, console: Console) -> Config:
     command ends."""
     for number, (field, (default, question)) in enumerate(QUESTIONS.items(), start=1):
         text = question.format(algorithms=", ".join(kinds_alone(AlgorithmSpec)))
-        usual = f"full {answers.length}" if field == "adapter" and answers.length else default
+        usual = default
+        if field == "adapter" and answers.adapter is None:
+            usual = _usual_adapter(answers, path, console)
+            if answers.length:
+                usual += f" {answers.length}"
         while getattr(answers, field) is None:
             console.print(f"{number}/{len(QUESTIONS)}  {text} [{usual}]", markup=False, soft_wrap=True)
             try:

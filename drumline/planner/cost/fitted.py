@@ -34,7 +34,7 @@ TILES, BLEND = 27.0, 3.0
 LOOP, WAIT = (6.5, 10.6), 4e-3
 
 # Ends of measured / predicted, of memory and of seconds: where nine of ten rows of a group lay that the constants had not seen, of fewer
-# than ten all, and at least as far as those of all groups; never without 1. Of what is cut by tensor, context or pipeline parallelism there
+# than ten all, and at least as far as those of all groups; never without 1. Of tensor, context and pipeline parallelism there
 # is no row: memory as full, which it is counted like (and CPU runs hold it so), seconds twice as far, a choice.
 # A processor: runs of benchmarks/planner_runs.py, without and with `drumline calibrate`.
 RANGES: dict[str, tuple[Ends, Ends]] = {
@@ -58,13 +58,12 @@ def group_of(layout: Layout, calibrated: bool = False) -> str:
         return "cpu calibrated" if calibrated else "cpu"
     if layout.strategy.offloads() != ("none", "none") or layout.config.optimizer.offload:
         return "offload"
-    if layout.mesh.tp * layout.mesh.cp * layout.mesh.pp > 1:
+    if not is_measured(layout):
         return "tp, cp or pp"
     return "QLoRA" if packed_bits(layout.config) else "LoRA" if layout.config.adapter.kind == "lora" else "full"
 
 
 def is_measured(layout: Layout) -> bool:
-    """Whether runs of this kind were published and compared with the planner: all but those that split the model itself over devices (tp,
-    cp, pp, ep)."""
+    """Whether runs of this kind were published and compared with the planner: all but those by tensor, context or pipeline parallelism."""
     mesh = layout.mesh
-    return mesh.tp * mesh.cp * mesh.pp * mesh.ep == 1
+    return mesh.tp * mesh.cp * mesh.pp == 1

@@ -50,6 +50,7 @@ def estimate(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: A
         mfu=rate * facts.flops_per_token / (peak * devices) if peak else None,
         limit=cluster.device.memory_bytes,
         host_limit=cluster.host_memory_bytes,
+        host_assumed=cluster.host_memory_assumed,
         calibrated=calibrated,
         memory_range=bytes_range,
         seconds_range=seconds_range,

@@ -20,7 +20,7 @@ from drumline.hardware.catalog import DEVICES, LINKS
 from drumline.hardware.cluster import DeviceSpec, Link
 from drumline.planner.search.advice import Adapted, Change
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
-from drumline.planner.search.auto import disagreements, with_little_room
+from drumline.planner.search.auto import disagreements, risk, with_little_room
 
 VERSION = 1  # of the JSON, whose keys stay
 # Sections that a layout sets. What else is in a candidate's config is the user's own.
@@ -67,7 +67,7 @@ def why(answer: Answer) -> str:
     share = f"needs {needs_gb(estimate)} of {estimate.limit / GB:.1f} GB a device"
     text = f"{first.name}: {share}, {number(estimate.seconds.total)} s a step, {estimate.tokens_per_s:,.0f} tokens/s"
     if estimate.verdict == "tight":
-        text += "; that is tight: it may not fit"
+        text += f"; that is tight: {risk(first)}"
     text += f". Second: {next_ones[0].name}, {next_ones[0].estimate.tokens_per_s:,.0f} tokens/s." if next_ones else "."
     return text + (f" {line[0].upper()}{line[1:]}." if (line := with_little_room(answer)) else "")
 
@@ -134,7 +134,7 @@ def overrides(config: Config, candidate: Candidate) -> list[str]:
     """The overrides with which the planned config trains as this candidate does."""
     batch, memory = candidate.layout.batch, candidate.config.memory
     made = ["strategy=" + flow(chosen(candidate)["strategy"])]
-    for key in ("activation_checkpointing", "checkpointed_blocks"):
+    for key in ("activation_checkpointing", "checkpointed_blocks", "on_oom"):
         if getattr(memory, key) != getattr(config.memory, key):
             made.append(f"memory.{key}={getattr(memory, key)}")
     for key in ("global_samples", "micro_batch", "accumulation"):
@@ -169,6 +169,7 @@ def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Chang
             "inter": _link(cluster.inter),
             "host_link": _link(cluster.host_link),
             "host_memory_bytes": cluster.host_memory_bytes,
+            "host_memory_assumed": cluster.host_memory_assumed,
             "price_per_device_hour": cluster.price_per_device_hour,
             "found_here": cluster.found,
         },
@@ -181,7 +182,7 @@ def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Chang
         "refused": [
             {"name": r.name, "reason": r.reason, "best": candidate(question, r.best, tokens) if r.best else None} for r in answer.refused
         ],
-        "tight": candidate(question, answer.tight, tokens) if answer.tight and not answer.probes else None,
+        "tight": candidate(question, answer.tight, tokens) if answer.tight else None,
         "adapters": [
             {
                 "adapter": each.name.lower(),
@@ -202,6 +203,7 @@ def candidate(question: Question, found: Candidate, tokens: float | None = None)
     return {
         "name": found.name,
         "verdict": estimate.verdict,
+        "risk": estimate.risk,
         "strategy": found.config.strategy.model_dump(mode="json"),
         "mesh": layout.mesh.model_dump(mode="json"),
         "devices": found.devices,

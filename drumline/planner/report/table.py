@@ -18,21 +18,23 @@ from drumline.core.cluster import MOST_NODES
 from drumline.core.estimate import HostMemory, Memory
 from drumline.core.explain import checkpointing, count
 from drumline.errors import PlanError, UserError
-from drumline.hardware.catalog import DEVICES, GIGA, LINKS, TERA
+from drumline.hardware.catalog import DEVICES, GIGA, LINKS, TERA, usual_host_memory
 from drumline.planner.cost.fitted import group_of
 from drumline.planner.report.output import VERSION, candidate, needs_gb, overrides
 from drumline.planner.search.advice import Adapted, Change, max_batch, max_length, what_if
-from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
-from drumline.planner.search.auto import disagreements, with_little_room
+from drumline.planner.search.answer import CLEARLY_LESS, GB, Answer, Candidate, Question, gb, number
+from drumline.planner.search.auto import disagreements, risk, with_little_room
+from drumline.planner.search.choice import slow_lines
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 SECONDS = ("compute", "communication", "bubble", "optimizer", "offload", "rollout")
 SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}  # so that all categories stand in 80 columns
 VERDICTS = {"fits": "green", "tight": "yellow", "no": "red"}
 # Heads of columns of text; the others hold numbers.
-TEXT_COLUMNS = ("", "strategy", "verdict", "mesh", "checkpointing", "change", "then", "device", "link", "usual link", "to host")
+VERDICT, NEEDS, STEP, SPEED = "verdict\n(risk)", "memory of\na device, GB", "seconds\na step", "tokens/s\nof all\ndevices"
+TEXT_COLUMNS = ("", "strategy", VERDICT, "mesh", "checkpointing", "change", "then", "device", "link", "usual link", "to host")
 Kind = Literal["max_length", "max_batch"]
-SHOWN = ("verdict", "needs\nGB", "tokens/s")
+SHOWN = (VERDICT, NEEDS, SPEED)
 
 Columns = dict[str, Sequence[str | Text]]  # head → one cell a row
 
@@ -67,7 +69,7 @@ def show(
     show_heuristics(answer, console)
     show_changes(changes, console)
     if answer.ranked:
-        _show_remarks(answer, console)
+        _show_remarks(answer, adapted, console, tokens)
 
 
 def show_short(answer: Answer, console: Console, adapted: Sequence[Adapted], *, top: int, tokens: float | None = None) -> None:
@@ -78,15 +80,27 @@ def show_short(answer: Answer, console: Console, adapted: Sequence[Adapted], *, 
         if each.name == given.names(answer.question.cluster.world_size).family:
             console.print(f"{each.name}, as the config has it, is out: {each.reason}\n", style="yellow", markup=False)
     show_adapted(adapted, console, tokens)
-    names: Columns = {"#": [str(1 + number) for number in range(len(answer.ranked[:top]))]}
-    names["strategy"] = [c.name for c in answer.ranked[:top]]
-    main, *_, (_, layout), _, _, _ = (group for group in _groups(answer.question, answer.ranked[:top], tokens))
+    rows = _rows(answer, top)
+    shown = [answer.ranked[row] for row in rows]
+    names: Columns = {"#": [str(1 + row) for row in rows]}
+    names["strategy"] = [c.name for c in shown]
+    main, *_, (_, layout), _, _, _ = (group for group in _groups(answer.question, shown, tokens))
     both = names | main[1] | {head: column for head, column in layout.items() if head != "mesh"}
     console.print(table if _fits(table := _table(both), console) else _table(names | main[1]))
-    show_ranges([*answer.ranked[:top], *(each.best for each in adapted if each.best)], console)
-    more = f"{rest} more, " if (rest := len(answer.ranked) - top) > 0 else ""
+    show_ranges([*shown, *(each.best for each in adapted if each.best)], console)
+    more = f"{rest} more, " if (rest := len(answer.ranked) - len(rows)) > 0 else ""
     console.print(f"{more}memory and seconds by category, what is out and why: --all\n", style="dim")
-    _show_remarks(answer, console)
+    _show_remarks(answer, adapted, console, tokens)
+
+
+def _rows(answer: Answer, top: int) -> list[int]:
+    """The places in `ranked` of the plans to show: the first `top`, a tight one that is faster than the first, and the best that fits with
+    room."""
+    rows = set(range(min(top, len(answer.ranked))))
+    for candidate in (answer.tight, answer.with_room):
+        if candidate is not None:
+            rows.add(answer.ranked.index(candidate))
+    return sorted(rows)
 
 
 def show_adapted(adapted: Sequence[Adapted], console: Console, tokens: float | None) -> None:
@@ -99,16 +113,16 @@ def show_adapted(adapted: Sequence[Adapted], console: Console, tokens: float | N
     price = adapted[0].answer.question.cluster.price_per_device_hour
     columns: Columns = {"": [each.name for each, _ in best], "strategy": [c.name for _, c in best]}
     cells = [main_cells(c) for _, c in best]
-    columns |= {head: [Text(row[head], style=VERDICTS.get(row[head], "")) for row in cells] for head in SHOWN}
+    columns |= _coloured(cells, SHOWN)
     short = [needs_gb(c.estimate, 0) for _, c in best]
     fits = [bool(each.answer.ranked) for each, _ in best]
     columns[f"hours{unit}"] = [number(c.hours(length)) if fit else "–" for fit, (_, c) in zip(fits, best, strict=True)]
     if price is not None:
         columns[f"cost{unit}"] = [number(c.cost(price, length)) if fit else "–" for fit, (_, c) in zip(fits, best, strict=True)]
-    columns["longest\nrow"] = [f"{each.longest.number:,}" if each.longest else "–" for each, _ in best]
+    if any(each.longest for each, _ in best):
+        columns["longest\nrow"] = [f"{each.longest.number:,}" if each.longest else "–" for each, _ in best]
     if not _fits(_table(columns), console):
-        columns["needs\nGB"] = [Text(cell, style=VERDICTS[row["verdict"]]) for cell, row in zip(short, cells, strict=True)]
-        del columns["verdict"]
+        columns[NEEDS] = list(short)
     console.print(_table(columns, styles={"": "bold"}))
     console.print()
 
@@ -120,7 +134,7 @@ def show_ranges(candidates: Sequence[Candidate], console: Console) -> None:
     )
     each = [f"{', '.join(dict.fromkeys(groups))} {ends}" for ends, groups in by_ends.items() if ends != "+0% to +0%"]
     if each:
-        console.print(f"Seconds: {'; '.join(each)}", style="dim", markup=False)
+        console.print(f"Measured seconds were off the predicted ones by: {'; '.join(each)}", style="dim", markup=False)
 
 
 def show_changes(changes: Sequence[Change], console: Console) -> None:
@@ -146,6 +160,9 @@ def headline(question: Question) -> tuple[str, str, str]:
     hosts = f"{cluster.nodes} × " if cluster.nodes > 1 else ""
     links = cluster.intra.name + (f", {cluster.inter.name} between hosts" if cluster.nodes > 1 else "")
     where = f"{hosts}{cluster.per_node} × {cluster.device.name} of {cluster.device.memory_bytes / GB:.1f} GB ({links})"
+    if cluster.device.kind != "cpu" and cluster.host_memory_bytes is not None:
+        assumed = " (assumed)" if cluster.host_memory_assumed else ""
+        where += f", {cluster.host_memory_bytes / GB:,.0f} GB a host{assumed}"
     rows = f"{config.algorithm.kind}, rows of {config.data.max_length} tokens" if not config.images_alone else config.algorithm.kind
     return f"{name} ({count(facts.parameters)} parameters{trainable})", rows, where
 
@@ -173,7 +190,7 @@ def tables(question: Question, ranked: Sequence[Candidate], console: Console, to
 def _groups(question: Question, ranked: Sequence[Candidate], tokens: float | None) -> list[tuple[str, Columns]]:
     """(what they are and their unit, columns that stay together)."""
     cells, memories = [main_cells(c) for c in ranked], [c.estimate.memory for c in ranked]
-    main: Columns = {head: [Text(row[head], style=VERDICTS.get(row[head], "")) for row in cells] for head in cells[0]}
+    main = _coloured(cells, tuple(cells[0]))
     # Hours and cost of the run where its length is known, else of a billion tokens.
     known = any(c.hours(tokens) is not None for c in ranked)
     length, unit = (tokens, "") if known else (1e9, " /\n1B tokens")
@@ -198,6 +215,15 @@ def _groups(question: Question, ranked: Sequence[Candidate], tokens: float | Non
     seconds["sent\nGB"] = [number(c.estimate.traffic.total / GB) for c in ranked]
     about = "seconds of a step, and what a device sends in it"
     return [("", main), ("", run), ("", layout), (peak, memory), ("GB of a host", host), (about, seconds)]
+
+
+def _coloured(cells: Sequence[Mapping[str, str]], heads: Sequence[str]) -> Columns:
+    """Columns of `main_cells`, with verdicts in their colours."""
+    columns: Columns = {}
+    for head in heads:
+        styles = [VERDICTS.get(row[head].partition(" ")[0], "") if head == VERDICT else "" for row in cells]
+        columns[head] = [Text(row[head], style=style) for row, style in zip(cells, styles, strict=True)]
+    return columns
 
 
 def _fits(table: Table, console: Console) -> bool:
@@ -228,10 +254,10 @@ def main_cells(candidate: Candidate) -> dict[str, str]:
     """Head → cell of the main columns."""
     estimate = candidate.estimate
     return {
-        "verdict": estimate.verdict,
-        "needs\nGB": needs_gb(estimate),
-        "step\ns": number(estimate.seconds.total),
-        "tokens/s": f"{estimate.tokens_per_s:,.0f}",
+        VERDICT: f"tight {estimate.risk:.0%}" if estimate.verdict == "tight" else estimate.verdict,
+        NEEDS: needs_gb(estimate),
+        STEP: number(estimate.seconds.total),
+        SPEED: f"{estimate.tokens_per_s:,.0f}",
         "MFU": "–" if estimate.mfu is None else f"{estimate.mfu:.0%}",
     }
 
@@ -260,16 +286,53 @@ def show_heuristics(answer: Answer, console: Console) -> None:
         console.print()
 
 
-def _show_remarks(answer: Answer, console: Console) -> None:
-    """The tight candidate that is faster than all that fit, and the keys that choose it; that the memory of a host is not set, where that
-    might matter."""
+def _show_remarks(answer: Answer, adapted: Sequence[Adapted], console: Console, tokens: float | None) -> None:
+    """Why a slow plan is row 1 and what is faster, what a tight plan risks and how to take one that is not row 1, and what was assumed of
+    the host's memory."""
+    for line in slow_lines(answer, adapted, tokens):
+        console.print(line, markup=False)
     question, first = answer.question, answer.ranked[0]
-    if (line := with_little_room(answer)) and answer.tight is not None:
-        console.print(f"{line[0].upper()}{line[1:]}. To take it:", markup=False)
-        console.print(f"  {shlex.join(overrides(question.config, answer.tight))}\n", markup=False)
-    if question.cluster.host_memory_bytes is None and (needs := first.estimate.host.most / GB) > 64:
-        line = f"A host's memory is not known: the first wants {needs:.0f} GB. cluster.host_memory_gb=… says what there is."
-        console.print(f"{line}\n", markup=False)
+    if first.estimate.verdict == "tight":
+        console.print(f"Row 1 is tight: {risk(first)}.{_safer(answer)}\n", markup=False)
+    tight = answer.tight
+    if tight is not None:
+        console.print(f"Row {1 + answer.ranked.index(tight)} is {with_little_room(answer)}. To take it:", markup=False)
+        console.print(f"  {shlex.join(overrides(question.config, tight))}\n", markup=False)
+    if question.cluster.host_memory_assumed and _host_matters(answer):
+        console.print(f"{assumed_host(question)}\n", markup=False)
+    host = first.estimate.host
+    if first.estimate.host_limit is not None and host.export > first.estimate.host_limit:
+        line = f"The export at the end of row 1 needs {gb(host.export)} of host memory; checkpoint.export=none leaves it out"
+        console.print(f"{line} (`drumline export` writes it later, on another machine).\n", markup=False)
+
+
+def _safer(answer: Answer) -> str:
+    """The best plan that fits with room, as a sentence; empty where none does."""
+    found = answer.with_room
+    if found is None:
+        return " No plan fits with more room."
+    times = answer.ranked[0].estimate.tokens_per_s / found.estimate.tokens_per_s
+    return f" The best that fits with room is row {1 + answer.ranked.index(found)}, {found.name}: row 1 is {number(times)} × as fast."
+
+
+def _host_matters(answer: Answer) -> bool:
+    """Whether another memory of hosts could change the answer: the first plan takes a quarter of it, or something is out by it."""
+    limit = answer.question.cluster.host_memory_bytes
+    assert limit is not None
+    if answer.ranked[0].estimate.host.running > CLEARLY_LESS * limit:
+        return True
+    return any(refused.best is not None and not refused.best.estimate.host_fits for refused in answer.refused)
+
+
+def assumed_host(question: Question) -> str:
+    """The host memory that the plan assumes, where it comes from, and the key that sets it."""
+    cluster = question.cluster
+    each, source = usual_host_memory(cluster.device)
+    gb_each, gb_host = each / GB, (cluster.host_memory_bytes or 0) / GB
+    return (
+        f"Host memory is not known: {gb_host:,.0f} GB a host is assumed, {gb_each:,.0f} GB for each {cluster.device.name} ({source})."
+        " cluster.host_memory_gb=… says what there is."
+    )
 
 
 def report_most(question: Question, kind: Kind, console: Console, top: int, as_json: bool) -> None:
@@ -290,7 +353,7 @@ def report_most(question: Question, kind: Kind, console: Console, top: int, as_j
         cells = main_cells(each.found)
         rows.append([each.found.name, f"{each.number:,}", *(cells[head] for head in SHOWN), checkpointing(each.found.layout)])
     heads = ("strategy", title, *SHOWN, "checkpointing")
-    console.print(plain_table(console, heads, rows, spare=("verdict", "checkpointing")))
+    console.print(plain_table(console, heads, rows, spare=("checkpointing", VERDICT)))
     console.print(f"\nThe largest: {key}={found[0].number} under {found[0].found.name}", markup=False, soft_wrap=True)
 
 
@@ -334,7 +397,7 @@ def report_what_if(question: Question, hosts: Sequence[int], console: Console, t
         rows.append([str(cluster.nodes), str(cluster.world_size), first.name if first else "–", *cells, *gain])
     known = any(a.ranked and a.ranked[0].hours(tokens) is not None for a in answers)
     heads = ("hosts", "devices", "strategy", *SHOWN, "speed", "of\nlinear", "hours" if known else "hours /\n1B tokens")
-    console.print(plain_table(console, heads, rows, spare=(heads[-1], "verdict", "devices")))
+    console.print(plain_table(console, heads, rows, spare=(heads[-1], VERDICT, "devices")))
 
 
 def show_devices(console: Console) -> None:

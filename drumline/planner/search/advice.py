@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ from drumline.core.strategy import StrategySpec
 from drumline.errors import PlanError
 from drumline.planner.cluster import with_nodes
 from drumline.planner.derived import with_lora
-from drumline.planner.search.answer import Answer, Candidate, Question, gb, why_not
+from drumline.planner.search.answer import GB, Answer, Candidate, Question, gb, why_not
 from drumline.planner.search.search import CHECKPOINTING, evaluate, fits, search, search_space
 
 STEP = 64  # tokens; rows that are advised are a multiple of it long
@@ -111,6 +112,12 @@ def by_adapter(answer: Answer, plain: Question) -> tuple[Adapted, ...]:
     return tuple(Adapted(name, found, None if found.question.config.images_alone else _longest(found.question)) for name, found in each)
 
 
+def beside_adapters(answer: Answer) -> tuple[Adapted, ...]:
+    """The same as `by_adapter` of an answer that trains all weights, without the longest rows, which take seconds to find."""
+    adapters = [(name, search(question)) for name, question in under_adapters(answer.question).items()]
+    return tuple(Adapted(name, found, None) for name, found in [("full", answer), *adapters])
+
+
 def _longest(question: Question) -> Most | None:
     """The longest row that fits, by any strategy; first those that cut most, so that few others are looked at closely."""
     end = question.facts.max_positions or LONGEST
@@ -155,6 +162,8 @@ def _proposals(question: Question) -> Iterator[tuple[str, Question]]:
         yield f"algorithm.loss_chunk={chunk.default}", set_in("algorithm", loss_chunk=chunk.default)
     if question.nvme is None and question.deepspeed:
         yield "strategy={kind: auto, nvme: FOLDER}", replace(question, nvme=DISK)
+    if (host := _with_host_memory(question)) is not None:
+        yield host
     if config.adapter.kind == "none" and config.head == "lm":
         whats = {"LoRA": "adapter=lora", "QLoRA": "adapter={kind: lora, quantize: 4bit}"}
         yield from ((whats[name], adapted) for name, adapted in under_adapters(question).items())
@@ -164,16 +173,55 @@ def _proposals(question: Question) -> Iterator[tuple[str, Question]]:
         shorter = _of_length(question, tokens)
         batch = "" if shorter.config.batch == config.batch else f" batch={flow(shorter.config.batch.model_dump(exclude_defaults=True))}"
         yield f"data.max_length={tokens}{batch}", shorter
-    # More devices, as few as possible: up to eight in the one host, then twice as many hosts again and again.
+    for what, larger in _larger(question):
+        if fits(larger):
+            yield what, larger
+            return
+
+
+def _with_host_memory(question: Question) -> tuple[str, Question] | None:
+    """The change that says how much memory a host has, where that was assumed: the least with which something fits. None otherwise."""
+    cluster = question.cluster
+    if not cluster.host_memory_assumed:
+        return None
+    unlimited = replace(question, cluster=replace(cluster, host_memory_bytes=None, host_memory_assumed=False))
+    found = search(unlimited, with_room=True).ranked
+    if not found:
+        return None
+    least = math.ceil(min(candidate.estimate.host.most for candidate in found) / GB)
+    known = replace(cluster, host_memory_bytes=int(least * GB), host_memory_assumed=False)
+    return f"cluster.host_memory_gb={least}", replace(question, cluster=known)
+
+
+def _larger(question: Question) -> Iterator[tuple[str, Question]]:
+    """(What changes, the question) on more devices, the fewest first: up to eight in the one host, then twice as many hosts again and
+    again."""
+    cluster = question.cluster
     sizes = [(1, number) for number in (2, 4, 8) if cluster.nodes == 1 and number > cluster.per_node]
     full = sizes[-1][1] if sizes else cluster.per_node
     doubled = (cluster.nodes << times for times in range(1, MOST_HOSTS.bit_length()))
     for nodes, per_node in [*sizes, *((nodes, full) for nodes in doubled if nodes <= MOST_HOSTS)]:
-        larger = replace(question, cluster=replace(cluster, nodes=nodes, per_node=per_node, found=False))
-        if fits(larger):
-            spread = f"{nodes} × {per_node}" if nodes > 1 else f"{per_node}"
-            yield f"{spread} devices in place of {cluster.world_size}", larger
-            return
+        spread = f"{nodes} × {per_node}" if nodes > 1 else f"{per_node}"
+        host = cluster.host_memory_bytes
+        if host is not None and cluster.host_memory_assumed:
+            host = host // cluster.per_node * per_node
+        larger = replace(cluster, nodes=nodes, per_node=per_node, host_memory_bytes=host, found=False)
+        yield f"{spread} devices in place of {cluster.world_size}", replace(question, cluster=larger)
+
+
+def without_offload(question: Question) -> Change | None:
+    """The fewest more devices on which something fits that keeps nothing in host memory, and the best plan there; None without any."""
+    for what, larger in _larger(question):
+        on_devices = [strategy for strategy in search_space(larger) if not is_offloaded(strategy)]
+        if fits(larger, on_devices):
+            found = search(larger, on_devices, with_room=True).ranked
+            return Change(what, found[0]) if found else None
+    return None
+
+
+def is_offloaded(strategy: StrategySpec) -> bool:
+    """Whether a strategy keeps optimizer states or weights in host memory or on a disk."""
+    return strategy.offloads() != ("none", "none")
 
 
 def under_adapters(question: Question) -> dict[str, Question]:

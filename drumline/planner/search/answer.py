@@ -97,12 +97,12 @@ class Answer:
 
     @property
     def tight(self) -> Candidate | None:
-        """The fastest tight candidate where it is faster than the first of `ranked`, by more than the error of a prediction."""
+        """The fastest tight candidate where it is faster than the first of `ranked` by more than SPEED_ERROR."""
         candidates = [candidate for candidate in self.ranked if candidate.estimate.verdict == "tight"]
         if not candidates:
             return None
-        fastest = max(candidates, key=lambda candidate: candidate.estimate.tokens_per_s)
-        return fastest if faster(fastest.estimate, self.ranked[0].estimate) else None
+        fastest = max(candidates, key=trusted_speed)
+        return fastest if is_clearly_faster(fastest, self.ranked[0]) else None
 
     @property
     def with_room(self) -> Candidate | None:
@@ -116,8 +116,12 @@ def why_not(estimate: Estimate) -> str:
     if needs > limit:
         return over(needs, limit)
     host = estimate.host
-    most, phase = max((host.load, "to load"), (host.train, "to train"), (host.save, "to save"), (host.export, "to export"))
-    return over(most, estimate.host_limit or 0, f" of host memory {phase}")
+    phases = [(host.load, "to load"), (host.train, "to train"), (host.save, "to save")]
+    if not estimate.host_assumed:
+        phases.append((host.export, "to export"))
+    most, phase = max(phases)
+    text = over(most, estimate.host_limit or 0, f" of host memory {phase}")
+    return f"{text} assumed" if estimate.host_assumed else text
 
 
 def over(needs: int, limit: int, what: str = "") -> str:
@@ -153,12 +157,20 @@ def faster(estimate: Estimate, other: Estimate) -> bool:
     return estimate.tokens_per_s * (1 - TIE) > other.tokens_per_s
 
 
+def trusted_speed(candidate: Candidate) -> float:
+    """Tokens/s, and UNMEASURED less with tensor, context or pipeline parallelism, which no measured run has confirmed."""
+    speed = candidate.estimate.tokens_per_s
+    return speed if is_measured(candidate.layout) else (1 - UNMEASURED) * speed
+
+
 def expected_speed(candidate: Candidate) -> float:
-    """Tokens/s times the chance to fit, by which candidates are ranked. Where the model itself is split over devices, which no measured run
-    has confirmed, UNMEASURED less."""
-    estimate = candidate.estimate
-    expected = estimate.tokens_per_s * (1 - estimate.risk)
-    return expected if is_measured(candidate.layout) else (1 - UNMEASURED) * expected
+    """The trusted speed times the chance to fit, by which candidates are ranked."""
+    return trusted_speed(candidate) * (1 - candidate.estimate.risk)
+
+
+def is_clearly_faster(candidate: Candidate, other: Candidate) -> bool:
+    """Whether a candidate is faster than another, whatever it risks, by more than SPEED_ERROR."""
+    return trusted_speed(candidate) * (1 - SPEED_ERROR) > trusted_speed(other)
 
 
 def in_order(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
@@ -190,7 +202,7 @@ def _needs_clearly_less(estimate: Estimate, other: Estimate) -> bool:
     """Whether an estimate leaves at least CLEARLY_LESS of a host's memory that another takes, and takes no more of a device."""
     if other.host_limit is None:
         return False
-    saved = other.host.most - estimate.host.most
+    saved = other.host.running - estimate.host.running
     return saved >= CLEARLY_LESS * other.host_limit and estimate.memory.reserved <= other.memory.reserved
 
 

@@ -41,6 +41,8 @@ from drumline.planner.search.answer import (
     expected_speed,
     faster,
     in_order,
+    is_clearly_faster,
+    trusted_speed,
     why_not,
 )
 from drumline.planner.search.budget import CHECKPOINTING, kinds_of, within_budget
@@ -130,9 +132,9 @@ def _faster_and_tight(ranked: Sequence[Candidate], families: Iterable[_Family], 
     tight = [family.tight for family in families if family.tight is not None]
     if not tight:
         return None
-    fastest = max(tight, key=lambda candidate: candidate.estimate.tokens_per_s)
+    fastest = max(tight, key=trusted_speed)
     rivals = [ranked[0], *(candidate for candidate in ranked if candidate.estimate.verdict == "tight")]
-    if not all(faster(fastest.estimate, rival.estimate) for rival in rivals):
+    if not all(is_clearly_faster(fastest, rival) for rival in rivals):
         return None
     same_strategy = next((candidate for candidate in ranked if candidate.name == fastest.name), None)
     if same_strategy is not None:
