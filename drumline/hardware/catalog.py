@@ -68,8 +68,8 @@ DEVICES: dict[str, DeviceSpec] = {
 }
 CPU = "cpu"  # its rates depend on the machine: see planner.cluster
 
-# GiB of host memory for each device where a plan does not know its host: what one cloud rents with it, in or below the middle of what several
-# do. Device → (GiB, source).
+# GiB of host memory for each device where a plan does not know its host: what one cloud rents with it, no more than the middle of what
+# several do. Device → (GiB, source).
 HOST_MEMORY: dict[str, tuple[float, str]] = {
     "a100-40g": (112.5, "Azure ND96asr A100 v4: 900 GiB with 8"),
     "a100-80g": (220, "Azure NC24ads A100 v4: 220 GiB with 1"),
@@ -77,6 +77,7 @@ HOST_MEMORY: dict[str, tuple[float, str]] = {
     "h100-nvl": (320, "Azure NC40ads H100 v5: 320 GiB with 1"),
     "h200": (231, "Azure ND96isr H200 v5: 1,850 GiB with 8"),
     "b200": (256, "AWS p6-b200.48xlarge: 2,048 GiB with 8"),
+    "gb200": (223.5, "NVIDIA GB200: 480 GB of LPDDR5X for the two GPUs of a Grace"),
     "l40s": (96, "AWS g6e.12xlarge: 384 GiB with 4"),
     "a10": (48, "AWS g5.12xlarge: 192 GiB with 4"),
     "t4": (48, "AWS g4dn.12xlarge: 192 GiB with 4"),
@@ -84,8 +85,8 @@ HOST_MEMORY: dict[str, tuple[float, str]] = {
     "v100-32g": (96, "AWS p3dn.24xlarge: 768 GiB with 8"),
     "mi300x": (231, "Azure ND96isr MI300X v5: 1,850 GiB with 8"),
 }
-# Other devices stand in machines that people put together themselves; their makers advise twice the memory of the devices, and memory is sold
-# in modules: 64 GiB for a card of 24 or 32 GB.
+# Other devices stand in machines that people put together themselves. The usual advice is twice the memory of the devices, and memory is
+# sold in modules: 64 GiB for a card of 24 or 32 GB.
 HOST_TIMES, HOST_MODULE_GIB = 2, 32
 
 # Step latencies are NCCL's own for a ring (src/graph/tuning.cc, hwLat, Simple): NVLink 3.4 µs, PCI 5.7, network 14.

@@ -40,6 +40,7 @@ def test_the_planner_has_the_constants_and_the_ranges_of_the_committed_fit() -> 
         assert getattr(fitted, name) == pytest.approx(value, rel=0.02), name
     for name in ("full", "LoRA", "QLoRA", "offload"):
         assert fitted.RANGES[name] == tuple(tuple(found["ranges"][name][kind]) for kind in ("memory", "speed")), name
+    assert pytest.approx(found["left out"]["all"]["all"]["speed"]["median"], abs=0.0005) == fitted.SPEED_ERROR
     page = (ROOT / "docs/benchmarks.md").read_text()
     for kind in ("memory", "speed"):
         assert f"{found['left out']['all']['all'][kind]['median']:.1%}" in page, kind

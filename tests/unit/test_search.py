@@ -167,14 +167,15 @@ def test_of_those_as_fast_and_as_simple_the_smallest_is_first() -> None:
 
 def test_what_is_tight_and_faster_is_a_row_with_its_risk() -> None:
     """The first plan fits with room; one with little room is faster, and goes on with less where memory runs out."""
-    answer = search(question("1b", "4x4090", batch=BATCH))
+    answer = search(question("1b", "1xa100-40g", batch=BATCH))
     tight = answer.tight
     assert tight is not None and tight in answer.ranked and tight.estimate.verdict == "tight"
     first = answer.ranked[0].estimate
     assert first.verdict == "fits" and tight.estimate.tokens_per_s * (1 - SPEED_ERROR) > first.tokens_per_s
     assert tight.config.memory.on_oom == "replan" and answer.ranked[0].config.memory.on_oom == "stop"
     assert tight.name in with_little_room(answer) and f"with a chance of {tight.estimate.risk:.0%}" in with_little_room(answer)
-    stops = search(question("1b", "4x4090", batch=BATCH, memory={"on_oom": "stop"}))
+    assert tight.name == "single, no checkpointing"
+    stops = search(question("1b", "1xa100-40g", batch=BATCH, memory={"on_oom": "stop"}))
     assert stops.tight is not None and stops.tight.config.memory.on_oom == "stop" and "and then ends" in with_little_room(stops)
     alone = search(question("1b", "1xh200", batch={"global_samples": 8}))
     assert alone.tight is None and with_little_room(alone) == ""

@@ -61,8 +61,12 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
     share = estimate.memory.reserved / estimate.limit
     verdict = f"{found.name}: {estimate.verdict}" + (f", refused: {refused}" if refused else "")
     scale = "it fits where the upper end does, and is tight where that does not"
+    if estimate.verdict == "tight":
+        scale += f"; the chance that it runs out of memory is {estimate.risk:.0%}"
     limit, traffic, cluster = estimate.host_limit, estimate.traffic, question.cluster
     of = "" if limit is None else f"of {limit / GB:.0f}"
+    if estimate.host_assumed:
+        of += ", which is assumed"
     volumes = [(kind.replace("_", "-"), f"{bytes_ / GB:.3g}", "") for kind, bytes_ in traffic.model_dump().items() if bytes_]
     if volumes:
         across = f", {cluster.inter.name} between hosts" if cluster.nodes > 1 else ""

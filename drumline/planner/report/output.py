@@ -16,7 +16,7 @@ from drumline.core.estimate import Estimate
 from drumline.core.explain import flow
 from drumline.core.registry import kinds_alone
 from drumline.core.yaml_lines import write_yaml
-from drumline.hardware.catalog import DEVICES, LINKS
+from drumline.hardware.catalog import DEVICES, LINKS, usual_host_memory
 from drumline.hardware.cluster import DeviceSpec, Link
 from drumline.planner.search.advice import Adapted, Change
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
@@ -233,7 +233,11 @@ def candidate(question: Question, found: Candidate, tokens: float | None = None)
 
 def catalog() -> dict[str, Any]:
     """The devices and links of the catalog."""
-    devices = [_device(spec) | {"intra": spec.intra, "host_link": spec.host_link, "source": spec.source} for spec in DEVICES.values()]
+    devices = []
+    for spec in DEVICES.values():
+        host_bytes, host_source = usual_host_memory(spec)
+        usual = {"intra": spec.intra, "host_link": spec.host_link, "source": spec.source}
+        devices.append(_device(spec) | usual | {"host_memory_bytes": host_bytes, "host_memory_source": host_source})
     links = [_link(link) | {"reached": link.efficiency, "source": link.source} for link in LINKS.values()]
     return {"version": VERSION, "devices": devices, "links": links}
 

@@ -97,9 +97,9 @@ def _rows(answer: Answer, top: int) -> list[int]:
     """The places in `ranked` of the plans to show: the first `top`, a tight one that is faster than the first, and the best that fits with
     room."""
     rows = set(range(min(top, len(answer.ranked))))
-    for candidate in (answer.tight, answer.with_room):
-        if candidate is not None:
-            rows.add(answer.ranked.index(candidate))
+    for found in (answer.tight, answer.with_room):
+        if found is not None:
+            rows.add(answer.ranked.index(found))
     return sorted(rows)
 
 
@@ -415,6 +415,10 @@ def show_devices(console: Console) -> None:
     console.print("Sources", style="bold")
     for name, source in [(s.name, s.source) for s in DEVICES.values()] + [(link.name, link.source) for link in LINKS.values()]:
         console.print(f"  {name:<16} {source}", markup=False, soft_wrap=True)
+    console.print("\nHost memory assumed for each device where cluster.host_memory_gb is not set, GB", style="bold")
+    for spec in DEVICES.values():
+        host_bytes, source = usual_host_memory(spec)
+        console.print(f"  {spec.name:<16} {host_bytes / GB:.0f}, {source}", markup=False, soft_wrap=True)
     console.print(
         "\nWhat is not here is described in the YAML: cluster: {devices: {NAME: {memory_gb: …, bandwidth_gb_s: …, bf16_tflops: …,"
         " fp32_tflops: …}}, device: NAME, per_node: 8}",

@@ -138,13 +138,18 @@ def _faster_and_tight(ranked: Sequence[Candidate], families: Iterable[_Family], 
         return None
     same_strategy = next((candidate for candidate in ranked if candidate.name == fastest.name), None)
     if same_strategy is not None:
-        kind = fastest.layout.activation_checkpointing
-        differs = kind != same_strategy.layout.activation_checkpointing
-        about = f"{kind} checkpointing" if differs else f"micro-batch {fastest.layout.batch.micro_batch}"
-        fastest = replace(fastest, name=f"{fastest.name}, {about}")
+        fastest = replace(fastest, name=f"{fastest.name}, {_difference(fastest.layout, same_strategy.layout)}")
     with suppress(PlanError):  # what only a whole plan looks at
         return _complete(fastest, facts)
     return None
+
+
+def _difference(layout: Layout, other: Layout) -> str:
+    """What a layout does otherwise than another one of the same strategy, for its name."""
+    kind = layout.activation_checkpointing
+    if kind == other.activation_checkpointing:
+        return f"micro-batch {layout.batch.micro_batch}"
+    return "no checkpointing" if kind == "none" else f"{kind} checkpointing"
 
 
 def look_at(question: Question, strategy: StrategySpec) -> Candidate | Refused:

@@ -20,7 +20,7 @@ class AutoStrategy(StrategySpec):
     planned: ClassVar[bool] = True
     kind: Literal["auto"] = "auto"
     by: Literal["search", "rules"] = Field(
-        "search", description="search: the fastest that is predicted to fit. rules: what a guide says, by counts of parameters and devices."
+        "search", description="search: the first row of `drumline plan`. rules: what a guide says, by counts of parameters and devices."
     )
     guide: Literal["parameters", "devices", "tree"] = Field(
         "parameters",
