@@ -79,7 +79,11 @@ class ClusterConfig(Section):
     oversubscription: float = Field(
         1.0, ge=1, le=10**3, description="How many times more the hosts of a pod can send than its links to other pods carry (Llama 3: 7)."
     )
-    host_memory_gb: Rate | None = Field(None, description="Memory per host, in 10^9 bytes; null: as on this machine, or what such machines usually have (`drumline plan --devices`).")
+    host_memory_gb: Rate | None = Field(
+        None,
+        description="Memory per host, in 10^9 bytes; null: as on this machine, or what such machines usually have (`drumline plan"
+        " --devices`).",
+    )
     calibration: PathText | None = Field(
         None, description="A file of `drumline calibrate --out` from such a machine; null: this machine's, if it is such a machine."
     )

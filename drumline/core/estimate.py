@@ -101,7 +101,9 @@ class Estimate(Frozen):
     mfu: float | None
     limit: int = Field(description="Bytes of a device's memory.")
     host_limit: int | None = None
-    host_assumed: bool = Field(False, description="`host_limit` is what such machines usually have; then the export at the end may be above it.")
+    host_assumed: bool = Field(
+        False, description="`host_limit` is what such machines usually have; then the export at the end may be above it."
+    )
     calibrated: bool = Field(False, description="Seconds are by rates that `drumline calibrate` measured; otherwise by datasheets.")
     memory_range: Ends = Field(
         (1.0, 1.0), description="Ends of what is reserved and of seconds, as multiples of the estimate: where nine of"

@@ -284,3 +284,25 @@ def test_the_page_s_examples_are_clusters() -> None:
 def test_editors_know_the_short_form() -> None:
     forms = schema()["properties"]["cluster"]["anyOf"]
     assert "string" in forms[0]["type"] and "h100-80g" in schema()["$defs"]["ClusterConfig"]["properties"]["device"]["examples"]
+
+
+OWN = "{device: own, per_node: 2, devices: {own: {memory_gb: 100, bandwidth_gb_s: 1, fp32_tflops: 1}}}"
+
+
+@pytest.mark.parametrize(
+    ("text", "gib", "is_assumed"),
+    [
+        ("4x4090", 4 * 64, True),
+        ("2x8xh100-80g", 8 * 234, True),
+        (OWN, 2 * 192, True),
+        ("{device: 4090, per_node: 4, host_memory_gb: 128}", 128e9 / GIB, False),
+    ],
+)
+def test_a_host_whose_memory_nobody_has_set_has_what_such_machines_have(text: str, gib: float, is_assumed: bool) -> None:
+    cluster = said(text)
+    assert cluster.host_memory_bytes == pytest.approx(gib * GIB) and cluster.host_memory_assumed is is_assumed
+
+
+def test_every_host_memory_is_of_a_device_and_has_a_source() -> None:
+    assert catalog.HOST_MEMORY.keys() <= catalog.DEVICES.keys()
+    assert all(gib > 0 and source for gib, source in catalog.HOST_MEMORY.values())

@@ -325,14 +325,12 @@ def _host_matters(answer: Answer) -> bool:
 
 
 def assumed_host(question: Question) -> str:
-    """The host memory that the plan assumes, where it comes from, and the key that sets it."""
+    """The host memory that the plan assumes, and the key that sets it."""
     cluster = question.cluster
-    each, source = usual_host_memory(cluster.device)
+    each, _ = usual_host_memory(cluster.device)
     gb_each, gb_host = each / GB, (cluster.host_memory_bytes or 0) / GB
-    return (
-        f"Host memory is not known: {gb_host:,.0f} GB a host is assumed, {gb_each:,.0f} GB for each {cluster.device.name} ({source})."
-        " cluster.host_memory_gb=… says what there is."
-    )
+    assumed = f"{gb_host:,.0f} GB assumed, {gb_each:,.0f} GB for each {cluster.device.name} (--devices has the source)"
+    return f"Memory of a host: {assumed}; cluster.host_memory_gb=… sets it."
 
 
 def report_most(question: Question, kind: Kind, console: Console, top: int, as_json: bool) -> None:

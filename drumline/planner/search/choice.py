@@ -79,8 +79,8 @@ def _reason(answer: Answer) -> str:
     nearest = min((refused.best for refused in on_devices if refused.best), key=lambda best: best.estimate.memory.reserved)
     needs, limit = gb(nearest.estimate.memory.reserved), gb(nearest.estimate.limit)
     return (
-        f"It keeps the optimizer's states in host memory, and updates there: on the devices alone nothing fits"
-        f" (the least, {nearest.name}, needs {needs} of {limit}). "
+        f"Optimizer states lie in host memory, since nothing fits on the devices alone"
+        f" ({nearest.name}, the smallest, needs {needs} of {limit}). "
     )
 
 
