@@ -104,6 +104,21 @@ def test_init_for_another_machine(run: Run, tmp_path: Path) -> None:
     assert run("plan", path)[0] == 0
 
 
+@pytest.mark.slow
+def test_init_offers_adapters_where_training_all_weights_is_slow(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--yes and Enter take LoRA, after a table of the choices; who asks for all weights gets them, and is told what is faster."""
+    flags = ["--model", "llama-3.1-8b", "--algorithm", "sft", "--data", "x.jsonl", "--cluster", "4x4090", "--length", 2048]
+    code, _, err = run("init", tmp_path / "yes.yaml", *flags, "--yes")
+    assert code == 0 and init_lines((tmp_path / "yes.yaml").read_text())["adapter"] == "lora", err
+    assert "Training all weights is slow: LoRA is " in err and re.search(r"^QLoRA ", err, re.M)
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    code, _, err = run("init", tmp_path / "enter.yaml", *flags)
+    assert code == 0 and "[lora 2048]" in err and init_lines((tmp_path / "enter.yaml").read_text())["adapter"] == "lora"
+    code, out, _ = run("init", tmp_path / "full.yaml", *flags, "--adapter", "full", "--yes")
+    assert code == 0 and "adapter" not in init_lines((tmp_path / "full.yaml").read_text())
+    assert "Row 1 is slow: LoRA is " in out and "--adapter lora: " in out
+
+
 @pytest.mark.full
 def test_init_writes_nothing_where_nothing_fits(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "none.yaml"

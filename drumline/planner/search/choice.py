@@ -47,7 +47,8 @@ def slow_lines(answer: Answer, adapted: Sequence[Adapted], tokens: float | None 
         lines.append(f"  {FLAGS[each.name]}: {_pace(each.answer.ranked[0], tokens)}")
     more_devices = without_offload(answer.question) if is_offloaded(first.layout.strategy) else None
     if more_devices is not None:
-        lines.append(f"  {more_devices.what}: {_pace(more_devices.found, tokens)}")
+        devices = more_devices.what.partition(" in place of ")[0]
+        lines.append(f"  {devices}: {_pace(more_devices.found, tokens)}")
     speed = first.estimate.tokens_per_s
     lines.append(f"  fewer tokens: row 1 trains {count(round(DAY * speed))} a day")
     lines.append("")
