@@ -187,7 +187,8 @@ def test_what_each_cause_costs() -> None:
 
 
 def test_ranges_follow_the_group_and_a_plan_fits_where_its_upper_end_does() -> None:
-    assert [group_of(layout(kind)) for kind in ("ddp", "tp", {"kind": "zero3", "offload_optimizer": "cpu"})] == ["full", "tp, cp or pp", "offload"]
+    groups = [group_of(layout(kind)) for kind in ("ddp", "tp", {"kind": "zero3", "offload_optimizer": "cpu"})]
+    assert groups == ["full", "tp, cp or pp", "offload"]
     how = layout("fsdp2")
     found = estimate(how, model(), cluster())
     assert (found.memory_range, found.seconds_range) == RANGES["full"]
