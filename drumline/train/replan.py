@@ -90,7 +90,10 @@ def _otherwise(request: Question, plan: Plan, baseline: Config, line: str, leane
     """Where no fallback fits: what any other strategy offers, or else the smallest change of the work itself."""
     pinned = BatchConfig(global_samples=plan.batch.global_samples)
     config = plan.config.model_copy(update={"strategy": make(StrategySpec, "auto"), "batch": pinned})
-    answer = search(dataclasses.replace(request, config=config))
+    any_strategy = dataclasses.replace(request, config=config)
+    answer = search(any_strategy, with_room=True)  # after memory ran out once, no plan that may run out of it again
+    if not answer.ranked:
+        answer = search(any_strategy)
     if answer.ranked:
         other = answer.ranked[0]
         return [dataclasses.replace(other, name=changed(baseline, other.config))], line
