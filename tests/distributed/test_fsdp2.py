@@ -94,7 +94,7 @@ class ViewsInPlace(nn.Module):
         return hidden.view(-1)
 
 
-def gradients_of_views() -> tuple[list[torch.Tensor], list[str]]:
+def gradients_of_views() -> tuple[list[float], list[str]]:
     """The largest difference between gradients with and without FSDP2, by weight, and torch's warnings."""
     torch.manual_seed(0)
     plain, sharded = ViewsInPlace(), ViewsInPlace()
@@ -110,7 +110,9 @@ def gradients_of_views() -> tuple[list[torch.Tensor], list[str]]:
             out *= 3
             out.square().sum().backward()
     pairs = zip(plain.parameters(), sharded.parameters(), strict=True)
-    differences = [(whole(b.grad) - a.grad).abs().max() / a.grad.abs().max() for a, b in pairs]
+    differences = [
+        float((whole(b.grad) - a.grad).abs().max() / a.grad.abs().max()) for a, b in pairs
+    ]
     return differences, [str(warning.message) for warning in caught]
 
 

@@ -72,7 +72,7 @@ def test_a_killed_rank_is_restarted_and_logs_are_in_the_run_folder(tmp_path: Pat
     assert sorted(path.name for path in (run / "logs").iterdir()) == ["attempt-0", "attempt-1"]
     assert not (run / "logs" / "attempt-1").is_symlink()
     assert "step 12" in (run / "logs" / "attempt-1" / "rank-0.out").read_text()
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "runs" / "session_loop").exists()
 
 
 @pytest.mark.full
