@@ -176,6 +176,18 @@ def _raw(source: Source, base_dir: Path, forms: Forms) -> Iterator[tuple[Path, R
                 yield base_dir, (f"{name} row {number}", table(_of_tables(values)))
 
 
+def open_rows(source: Source, base_dir: Path) -> Any:
+    """Return the rows of a built-in source as dictionaries of columns, as they are written.
+
+    A dataset of the hub or of a folder is returned itself and can be read by index; other sources
+    give an iterator. Raises DataError, also while the iterator is read.
+    """
+    is_streamed = isinstance(source, HubSource) and source.streaming
+    if isinstance(source, HubSource | SavedSource) and not is_streamed:
+        return _rows(source, base_dir)
+    return (values for _, (_, values) in _raw(source, base_dir, TEXT_FORMS))
+
+
 def _of_tables(values: Mapping[Any, Any]) -> dict[str, Any]:
     """Columns by text, without numpy's arrays and numbers and pandas' NA."""
     return {str(name): value if type(value) in PLAIN else _without_arrays(value) for name, value in values.items()}
