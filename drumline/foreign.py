@@ -17,7 +17,8 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BufferedReader
+from functools import partial
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,24 @@ def import_quietly(package: str) -> Any:
         return importlib.import_module(package)
 
 
+class _PlainFile(FileIO):
+    """A regular file. A read that fails raises `error_type`, whoever reads."""
+
+    def __init__(self, handle: int, name: str, error_type: ErrorType, fix: str | None) -> None:
+        super().__init__(handle)
+        self._failure = partial(disk_errors, "cannot be read", name, error_type, fix)
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        with self._failure():
+            return super().readinto(buffer)
+
+    def readall(self) -> bytes:
+        with self._failure():
+            return super().readall()
+
+
 def open_plain(path: Path, error_type: ErrorType, fix: str | None = None) -> BufferedReader:
-    """Open a regular file for reading bytes; links are followed. Raises `error_type`."""
+    """Open a regular file for reading bytes; links are followed. Raises `error_type`, also while it is read."""
     if mistake := path_mistake(str(path)):
         raise error_type(mistake, where=str(path), fix="shorten it")
     try:
@@ -77,17 +94,14 @@ def open_plain(path: Path, error_type: ErrorType, fix: str | None = None) -> Buf
         os.close(handle)
         kind = "a folder" if stat.S_ISDIR(mode) else "a device, pipe or socket"
         raise error_type(f"cannot be read: it is {kind}, not a file", where=str(path), fix=fix)
-    return os.fdopen(handle, "rb")
+    return BufferedReader(_PlainFile(handle, str(path), error_type, fix), MIB // 8)
 
 
 def read_bytes(path: Path, error_type: ErrorType, fix: str | None = None, most: int = MOST_BYTES) -> bytes:
     """The content of a regular file of at most `most` bytes. Raises `error_type`."""
     with open_plain(path, error_type, fix) as file:
-        try:
-            # Not `most` itself: Python allocates as much as `read` is given.
-            content = file.read(min(most, max(os.fstat(file.fileno()).st_size, MIB)) + 1)
-        except OSError as error:
-            raise error_type(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from None
+        # Not `most` itself: Python allocates as much as `read` is given.
+        content = file.read(min(most, max(os.fstat(file.fileno()).st_size, MIB)) + 1)
     if len(content) > most:
         raise error_type(f"larger than {most // MIB} MiB", where=str(path), fix=fix)
     return content
@@ -181,6 +195,16 @@ def require_package(module: str, where: str, fix: str | None = None) -> None:
     package = {"PIL": "pillow"}.get(module, module.replace("_", "-"))
     if importlib.util.find_spec(module) is None:
         raise EnvironmentFault(f"the package {package} is missing", where=where, fix=fix or f"pip install {package}")
+
+
+@contextmanager
+def number_errors(where: str, error_type: ErrorType) -> Iterator[None]:
+    """For conversions of foreign numbers: one that is too large becomes an `error_type` of one line."""
+    try:
+        yield
+    except OverflowError as error:
+        what = f"holds a number that is too large: {first_line(error)}"
+        raise error_type(what, where=where, fix="write a smaller number, or take the row out") from error
 
 
 @contextmanager

@@ -145,10 +145,10 @@ def _meta(row: Row) -> dict[str, Any] | None:
         return None
     try:
         number = math.nan if isinstance(margin, bool) else float(margin)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise DataError(f"`margin` is {margin!r}, not a number", where=row.origin, fix="take the column's mapping or the row out")
+        raise DataError(f"`margin` is {margin!r:.60}, not a number", where=row.origin, fix="take the column's mapping or the row out")
     return {"margin": number}
 
 

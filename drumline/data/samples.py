@@ -213,7 +213,7 @@ class SampleCollator:
 
 def _weight(given: Any) -> float:
     """What `algorithm.weight` gives for a micro-batch. Raises DataError for what is no finite number of 0 or more."""
-    with suppress(TypeError, ValueError, RuntimeError):
+    with suppress(TypeError, ValueError, OverflowError, RuntimeError):
         if math.isfinite(weight := float(given)) and weight >= 0:
             return weight
     fix = "return a number of 0 or more, such as how many tokens are in the loss"
