@@ -29,6 +29,7 @@ MOST_BYTES = 64 * MIB  # limit for a file that is read at once; the largest toke
 MOST_DEPTH = 100
 MOST_WHOLE = 2**63  # limit for whole numbers: torch, numpy and safetensors use 64 bits
 MOST_PATH, MOST_NAME = 4095, 255  # bytes; limits of Linux
+PICKLE = "a pickle with more than tensors in it, which could run code"
 ErrorType = type[UserError]
 # Whose code is not the user's: Python's, installed packages', Drumline's.
 _NOT_USERS = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
@@ -226,7 +227,11 @@ def content_of(value: Any) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a message, and the second if the first ends in a colon; with the error's class if the message is vague."""
+    """The first line of a message, and the second if the first ends in a colon; with the error's class if the message is vague.
+
+    Of a pickle that torch does not load it is ours: torch's advice would run the code in it."""
+    if "weights_only" in str(error):
+        return PICKLE
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     message = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     vague = isinstance(error, TypeError | AttributeError | LookupError | ArithmeticError | MemoryError | RecursionError) or not message

@@ -4,9 +4,9 @@ Block k is rows [k·R, (k+1)·R) of the sources, as a token cache of its own, `0
 weights, and each from its beginning again when it ends. R is `data.stream.rows`, or fewer: where all sources have been gone through before
 so many rows, a block ends there, and rows come again in the next one. If the sources come one after another, such a block has all rows, and
 block 0 stands for every block, in another order each time. Samples are numbered through the blocks, and shuffled inside each. So what a
-position is follows from the rows alone, on any number of ranks. `stream.json` has the samples of each block that was ever made, which says
-where a position lies, and R (`rows`); a checkpoint has it for its own position (`Blocks.state`). Where neither is there, blocks are counted from the first
-one on.
+position is follows from the rows alone, on any number of ranks. `stream.json` has R, and the samples of each block that was ever made:
+they say where a position lies. A checkpoint has it for its own position (`Blocks.state`). Where neither is there, blocks are counted from
+the first one on.
 
 The first rank of a host makes the blocks in a thread (tokenising in processes of its own), a few ahead, and removes those behind; the
 others wait for them.
@@ -193,8 +193,8 @@ class _Numbers:
 
 class Blocks:
     """A stream as a token cache and as its order. `maker`: None on a rank that another one of its host makes the blocks for. `seed` None:
-    not shuffled. `known`: see `state`. `margin`: samples before a position that ranks may still read. `weighted`: sources are interleaved by
-    weights. Raises CheckpointError for a position that was counted with blocks of other sizes."""
+    not shuffled. `known`: see `state`. `margin`: samples before a position that ranks may still read. `weighted`: sources are interleaved
+    by weights. Raises CheckpointError for a position that was counted with blocks of other sizes."""
 
     def __init__(
         self,
@@ -283,8 +283,8 @@ class Blocks:
         return self.cache(number).meta(sample - self.begins[number - self.first])
 
     def state(self, position: int) -> dict[str, int]:
-        """Where a position lies: `block`, and the position that the block begins at; `rows` of a block where these are fewer than the config
-        has. The blocks that no rank reads any more go."""
+        """Where a position lies: `block`, and the position that the block begins at; `rows` of a block where these are fewer than the
+        config has. The blocks that no rank reads any more go."""
         number = self.number_of(position)
         if self.maker is not None:
             self._remove(self.number_of(max(position - self.margin, self.begins[0])), number)

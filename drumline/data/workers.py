@@ -94,6 +94,7 @@ class Job:
                 counts[row.source, "unlearned"] += 1
             else:
                 counts[row.source, "truncated"] += encoded.truncated
+                counts[row.source, "hides_reasoning"] += encoded.hides_reasoning
                 kept.append((row, encoded))
         segments = [segment for _, encoded in kept for segment in encoded.segments]
         metas = [b"" if encoded.meta is None else json.dumps(encoded.meta, ensure_ascii=False).encode() for _, encoded in kept]

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-import torch
 import torch.distributed as dist
 
 from drumline.core.files import write_whole
