@@ -92,7 +92,7 @@ class Maker:
             self._rows = self._from(number * most)
         self._next = -1
         self._notes.counts.clear()
-        rows = islice(self._rows, most)
+        rows: Iterator[Row] = islice(self._rows, most)
         if self.block_rows is None:
             assert not number, "the rows of a block are known when block 0 is made"
             rows = self._first_rows(rows)

@@ -174,8 +174,8 @@ def require_rows(stage: Stage, place: str, config: Config) -> None:
         fix = "evaluate on rows that are not trained on"
         raise DataError("all rows hold rows of data.eval (data.decontaminate)", where=place, fix=fix)
     if stage.total("too_long") == rows:
-        others = [policy for policy in ("right", "left") if policy != config.data.truncation]
-        fix = f"raise it, or set data.truncation to {' or '.join(others)}"
+        alternatives = [policy for policy in ("right", "left") if policy != config.data.truncation]
+        fix = f"raise it, or set data.truncation to {' or '.join(alternatives)}"
         raise DataError(f"all {rows} rows are longer than data.max_length {config.data.max_length}", where=place, fix=fix)
     fix = "check that rows have assistant turns within data.max_length, or set data.learn_on: all"
     raise DataError(f"none of the {rows} rows has a token to learn: all labels are masked", where=place, fix=fix)

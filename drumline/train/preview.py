@@ -288,8 +288,8 @@ def reasons_of(found: list[Seen]) -> dict[str, int]:
         if seen.error is None:
             continue
         reason = seen.error.what if not seen.error.fix else f"{seen.error.what} — {seen.error.fix}"
-        words = first.setdefault(re.sub(r"\d+", "#", reason), reason)
-        counts[words] = counts.get(words, 0) + 1
+        wording = first.setdefault(re.sub(r"\d+", "#", reason), reason)
+        counts[wording] = counts.get(wording, 0) + 1
     return counts
 
 
