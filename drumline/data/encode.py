@@ -131,7 +131,7 @@ class JudgedRows(AnswerRows):
         if example is None or not example.learned:
             return None
         is_truncated = len(example.tokens) < len(full.tokens)
-        return Encoded([example], {"good": is_good}, truncated=is_truncated)
+        return Encoded([example], {"good": is_good}, truncated=is_truncated, hides_reasoning=full.hides_reasoning)
 
 
 def judgement(label: Any, origin: str) -> bool:
