@@ -17,7 +17,8 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BufferedReader
+from functools import partial
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ MOST_BYTES = 64 * MIB  # limit for a file that is read at once; the largest toke
 MOST_DEPTH = 100
 MOST_WHOLE = 2**63  # limit for whole numbers: torch, numpy and safetensors use 64 bits
 MOST_PATH, MOST_NAME = 4095, 255  # bytes; limits of Linux
+PICKLE = "a pickle with more than tensors in it, which could run code"
 ErrorType = type[UserError]
 # Whose code is not the user's: Python's, installed packages', Drumline's.
 _NOT_USERS = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
@@ -61,8 +63,24 @@ def import_quietly(package: str) -> Any:
         return importlib.import_module(package)
 
 
+class _PlainFile(FileIO):
+    """A regular file. A read that fails raises `error_type`, whoever reads."""
+
+    def __init__(self, handle: int, name: str, error_type: ErrorType, fix: str | None) -> None:
+        super().__init__(handle)
+        self._failure = partial(disk_errors, "cannot be read", name, error_type, fix)
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        with self._failure():
+            return super().readinto(buffer)
+
+    def readall(self) -> bytes:
+        with self._failure():
+            return super().readall()
+
+
 def open_plain(path: Path, error_type: ErrorType, fix: str | None = None) -> BufferedReader:
-    """Open a regular file for reading bytes; links are followed. Raises `error_type`."""
+    """Open a regular file for reading bytes; links are followed. Raises `error_type`, also while it is read."""
     if mistake := path_mistake(str(path)):
         raise error_type(mistake, where=str(path), fix="shorten it")
     try:
@@ -77,17 +95,14 @@ def open_plain(path: Path, error_type: ErrorType, fix: str | None = None) -> Buf
         os.close(handle)
         kind = "a folder" if stat.S_ISDIR(mode) else "a device, pipe or socket"
         raise error_type(f"cannot be read: it is {kind}, not a file", where=str(path), fix=fix)
-    return os.fdopen(handle, "rb")
+    return BufferedReader(_PlainFile(handle, str(path), error_type, fix), MIB // 8)
 
 
 def read_bytes(path: Path, error_type: ErrorType, fix: str | None = None, most: int = MOST_BYTES) -> bytes:
     """The content of a regular file of at most `most` bytes. Raises `error_type`."""
     with open_plain(path, error_type, fix) as file:
-        try:
-            # Not `most` itself: Python allocates as much as `read` is given.
-            content = file.read(min(most, max(os.fstat(file.fileno()).st_size, MIB)) + 1)
-        except OSError as error:
-            raise error_type(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from None
+        # Not `most` itself: Python allocates as much as `read` is given.
+        content = file.read(min(most, max(os.fstat(file.fileno()).st_size, MIB)) + 1)
     if len(content) > most:
         raise error_type(f"larger than {most // MIB} MiB", where=str(path), fix=fix)
     return content
@@ -184,6 +199,16 @@ def require_package(module: str, where: str, fix: str | None = None) -> None:
 
 
 @contextmanager
+def number_errors(where: str, error_type: ErrorType) -> Iterator[None]:
+    """For conversions of foreign numbers: one that is too large becomes an `error_type` of one line."""
+    try:
+        yield
+    except OverflowError as error:
+        what = f"holds a number that is too large: {first_line(error)}"
+        raise error_type(what, where=where, fix="write a smaller number, or take the row out") from error
+
+
+@contextmanager
 def disk_errors(what: str, where: str, error_type: type[DrumlineError], fix: str | None = None) -> Iterator[None]:
     """For reads and writes: an OSError becomes an `error_type` of one line that begins with `what`."""
     try:
@@ -202,7 +227,11 @@ def content_of(value: Any) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a message, and the second if the first ends in a colon; with the error's class if the message is vague."""
+    """The first line of a message, and the second if the first ends in a colon; with the error's class if the message is vague.
+
+    Of a pickle that torch does not load it is ours: torch's advice would run the code in it."""
+    if "weights_only" in str(error):
+        return PICKLE
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     message = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     vague = isinstance(error, TypeError | AttributeError | LookupError | ArithmeticError | MemoryError | RecursionError) or not message

@@ -305,6 +305,8 @@ class Config(Section):
             raise ValueError(f"model.kind python has no {'data.holdout: give data.eval' if self.data.holdout else 'adapter'}")
         if self.plain and (key := self.data.chosen or self.data.ordered):
             raise ValueError(f"data.{key} is of rows with columns, and model.kind python takes samples as they are: leave it out")
+        if self.plain:
+            self._require_unmapped()
         if self.algorithm.rollout is not None and (key := self.data.ordered):
             raise ValueError(f"data.{key} orders samples, and prompts are dealt by algorithm.curriculum: use its weights")
         counted = [key for key, section in (("checkpoint", self.checkpoint), ("eval", self.eval)) if passes(section.every)]
@@ -316,6 +318,17 @@ class Config(Section):
             kind = "its labels" if self.head not in ("lm", "score") else "algorithm.reference: precomputed (live or adapter does not)"
             raise ValueError(f"data.stream has a block of rows at a time, and {kind} need all of them")
         return self
+
+    def _require_unmapped(self) -> None:
+        """Raises ValueError for a source whose keys rename columns, which a module of one's own gets as they are."""
+        for role, sources in (("train", self.data.train), ("eval", self.data.eval)):
+            for number, source in enumerate(sources):
+                for key in ("columns", "format"):
+                    if getattr(source, key) != type(source).model_fields[key].get_default(call_default_factory=True):
+                        raise ValueError(
+                            f"data.{role}[{number}].{key} is for models of text, and model.kind python takes rows as they are:"
+                            " leave it out"
+                        )
 
     @property
     def plain(self) -> bool:

@@ -19,6 +19,7 @@ from drumline.core.mixing import CurriculumKey, DecontaminateKey, DuplicatesKey,
 from drumline.core.registry import Registered, Spec, find_object, imported
 from drumline.core.section import MOST_SEED, Amount, Part, PathText, Section, Short, Steps
 from drumline.core.urls import is_url, secret_mistake
+from drumline.errors import ConfigError
 from drumline.foreign import content_of, expanded
 
 Forms = tuple[tuple[str, ...], ...]  # the columns of a row, one tuple for each form that it may have
@@ -109,8 +110,19 @@ class SourceSpec(Spec, Mixed):
         return self.kind
 
     def rows(self, base_dir: Path) -> Iterator[Any]:
-        """Rows as dictionaries of columns, always in one order. Paths are relative to the YAML's folder, `base_dir`. Raises DataError."""
-        raise NotImplementedError
+        """Rows as dictionaries of columns, always in one order. Paths are relative to the YAML's folder, `base_dir`. Raises DataError.
+
+        Rows of the built-in kinds are read by `data.sources`, which a kind of your own does not need."""
+        raise ConfigError(
+            f"{type(self).__name__} gives no rows",
+            where=self.label,
+            fix="override `rows(self, base_dir)`",
+        )
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether `data.sources` reads the rows; those of other kinds come from their own `rows`."""
+        return type(self).rows is SourceSpec.rows
 
     def content(self, base_dir: Path) -> str:
         """A text that identifies these rows for the token cache: by default a hash of all that `limit` may take."""

@@ -13,7 +13,24 @@ from drumline.core.explain import size
 STATES = ("parameters", "gradients", "optimizer")
 # What a rank was doing → the category that grows then; states are measured apart.
 GROWS = {"loading": "parameters", "the loss": "logits", "clipping": "buffers", "the optimizer's step": "buffers", "saving": "buffers"}
+# Parts of messages that mean it where torch has no class of its own: CPU allocators, C++, cuBLAS, cuDNN, the kernel.
+MESSAGES = (
+    "out of memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED", "could not allocate", "Unable to allocate", "Storage size calculation overflowed",
+)  # fmt: skip
 NOISE = 0.02  # a state that differs by less is as planned
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out, by an error or by what it came from."""
+    while error is not None:
+        names = {cls.__name__ for cls in type(error).__mro__}
+        if names & {"MemoryError", "OutOfMemoryError"}:  # the second is torch's
+            return True
+        if isinstance(error, RuntimeError | OSError) and any(text in str(error) for text in MESSAGES):
+            return True
+        error = error.__cause__
+    return False
 
 
 class Exhausted(Frozen):

@@ -1,10 +1,12 @@
 """A stream: rows that are tokenised while training reads them, for data larger than the disk.
 
 Block k is rows [k·R, (k+1)·R) of the sources, as a token cache of its own, `00000k`: the sources one after another, or interleaved by their
-weights, and each from its beginning again when it ends. Samples are numbered through the blocks, and shuffled inside each. So what a
-position is follows from the rows alone, on any number of ranks. `stream.json` has the samples of each block that was ever made, which says
-where a position lies; a checkpoint has it for its own position (`Blocks.state`). Where neither is there, blocks are counted from the first
-one on.
+weights, and each from its beginning again when it ends. R is `data.stream.rows`, or fewer: where all sources have been gone through before
+so many rows, a block ends there, and rows come again in the next one. If the sources come one after another, such a block has all rows, and
+block 0 stands for every block, in another order each time. Samples are numbered through the blocks, and shuffled inside each. So what a
+position is follows from the rows alone, on any number of ranks. `stream.json` has R, and the samples of each block that was ever made:
+they say where a position lies. A checkpoint has it for its own position (`Blocks.state`). Where neither is there, blocks are counted from
+the first one on.
 
 The first rank of a host makes the blocks in a thread (tokenising in processes of its own), a few ahead, and removes those behind; the
 others wait for them.
@@ -38,7 +40,7 @@ from drumline.data.sources import Row, describe
 from drumline.data.stage import TRAIN, Ints, Stage
 from drumline.data.stream import GlobalOrder, interleaved, mix, places_before
 from drumline.data.workers import encode_all
-from drumline.errors import DataError, EnvironmentFault
+from drumline.errors import CheckpointError, DataError, EnvironmentFault
 
 LEDGER, PULSE = "stream.json", "pulse"
 _CYCLE = 10**6  # places that weights are rounded to
@@ -47,8 +49,14 @@ _POLL_SECONDS = 0.05
 _ROW_SECONDS = 60.0  # a source that has begun may take this long for a row, whatever ranks wait for
 
 
+def is_begun(root: Path) -> bool:
+    """Whether block 0 was made. Ledgers without `rows` are of older versions, whose blocks may hold a row several times."""
+    return {"first", "rows"} <= read_ledger(root).keys()
+
+
 def read_ledger(root: Path) -> dict[str, Any]:
-    """What is known of a stream: `samples` of blocks by their number, as text, and `first`, the info of block 0; empty without a file."""
+    """What is known of a stream: `samples` of blocks by their number, as text, `first`, the info of block 0, and `rows`, those of a block;
+    empty without a file."""
     with suppress(OSError, ValueError):
         found = json.loads((root / LEDGER).read_text())
         return found if isinstance(found, dict) else {}
@@ -65,18 +73,34 @@ class Maker:
         self._notes = Stage(self.root, np.dtype(np.uint16))
         self._rows, self._next = iter(list[Row]()), -1
         self._came, self._reads = 0, False  # rows so far; waiting for one of a source that has given some
+        self._ended: set[int] = set()  # numbers of the sources that have been gone through since block 0 was begun
+        # Rows of a block; None: not known before block 0 is made.
+        self.block_rows: int | None = read_ledger(self.root).get("rows")
+        if self.block_rows is None:
+            self._discard()
+
+    def _discard(self) -> None:
+        """Remove what an older version made, whose blocks may hold a row several times."""
+        for path in block_folders(self.root):
+            shutil.rmtree(path, ignore_errors=True)
+        (self.root / LEDGER).unlink(missing_ok=True)
 
     def make(self, number: int) -> None:
         """Make a block that is not there. Raises DataError and EnvironmentFault."""
+        most = self.block_rows or self.stream.rows
         if number != self._next:
-            self._rows = self._from(number * self.stream.rows)
+            self._rows = self._from(number * most)
         self._next = -1
         self._notes.counts.clear()
+        rows: Iterator[Row] = islice(self._rows, most)
+        if self.block_rows is None:
+            assert not number, "the rows of a block are known when block 0 is made"
+            rows = self._first_rows(rows)
         with temporary_folder(self.root) as staging, temporary_folder(self.root) as folder:
             job = job_of(self.task, staging, self.tokenizer_path, self.base_dir)
             stage = Stage(staging, token_type(job), self._notes.counts, self._notes.formats)
             with stage:
-                for chunk in encode_all(job, islice(self._rows, self.stream.rows), self.task.config.data.workers):
+                for chunk in encode_all(job, rows, self.task.config.data.workers):
                     if self.stopped:
                         return
                     stage.write(chunk)
@@ -87,13 +111,26 @@ class Maker:
                     (staging / name).rename(folder / name)
                 finish(self.task, stage, folder, block_of(self.root, number), TRAIN)
         self._note(number)
-        self._next = number + 1
+        if self.block_rows == most:  # else a row of the next block was taken
+            self._next = number + 1
+
+    def _first_rows(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """The rows of block 0, which ends where the next row would come again and every source has been gone through."""
+        self._ended.clear()
+        read = {number for number, source in enumerate(self.task.sources) if source.weight != 0}
+        count = 0
+        for row in rows:
+            if read <= self._ended:
+                break
+            count += 1
+            yield row
+        self.block_rows = count
 
     def _note(self, number: int) -> None:
         info, known = read_info(block_of(self.root, number)), read_ledger(self.root)
         first = {"first": info} if not number else {}
         samples = {**known.get("samples", {}), str(number): info["samples"] if info else 0}
-        write_whole(self.root / LEDGER, json.dumps({**known, **first, "samples": samples}), shared=True)
+        write_whole(self.root / LEDGER, json.dumps({**known, **first, "rows": self.block_rows, "samples": samples}), shared=True)
 
     def _from(self, start: int) -> Iterator[Row]:
         """All rows from one on, without end."""
@@ -113,6 +150,7 @@ class Maker:
         """The rows of some sources, one after another, without the first ones; after the last source the first one again."""
         for number in cycle(numbers):
             found = yield from rows_of(self.task, number, self.base_dir, self._notes, skip, seen=self._seen)
+            self._ended.add(number)
             skip = max(0, skip - found)
 
     def _seen(self, raw: RawRows) -> RawRows:
@@ -132,6 +170,13 @@ def block_of(root: Path, number: int) -> Path:
     return root / f"{number:08}"
 
 
+def block_folders(root: Path) -> list[Path]:
+    """The folders of the blocks that are on the disk."""
+    if not root.is_dir():
+        return []
+    return [path for path in root.iterdir() if re.fullmatch(r"\d{8,}", path.name)]
+
+
 class _Numbers:
     """An array of the token caches, by the numbers of samples."""
 
@@ -148,7 +193,8 @@ class _Numbers:
 
 class Blocks:
     """A stream as a token cache and as its order. `maker`: None on a rank that another one of its host makes the blocks for. `seed` None:
-    not shuffled. `known`: see `state`. `margin`: samples before a position that ranks may still read."""
+    not shuffled. `known`: see `state`. `margin`: samples before a position that ranks may still read. `weighted`: sources are interleaved
+    by weights. Raises CheckpointError for a position that was counted with blocks of other sizes."""
 
     def __init__(
         self,
@@ -160,6 +206,7 @@ class Blocks:
         falling: bool = False,
         known: dict[str, int],
         margin: int,
+        weighted: bool = False,
     ) -> None:
         self.root, self.stream, self.maker, self.seed, self.falling, self.margin = root, stream, maker, seed, falling, margin
         # The position that each block from `first` on begins at, as far as they are known.
@@ -171,6 +218,37 @@ class Blocks:
         self._samples: dict[int, int] = {}
         self._threads = ThreadPoolExecutor(1, "drumline-blocks") if maker else None
         self._pulse = ""
+        self.weighted = weighted
+        self._block_rows: int | None = None
+        if known:
+            self._block_rows = known.get("rows", stream.rows)
+            self._require_rows(self._block_rows)
+            if maker is not None:
+                maker.block_rows = self._block_rows
+
+    def _require_rows(self, rows: int) -> None:
+        """Raises CheckpointError where the blocks on the disk do not have so many rows."""
+        there = read_ledger(self.root).get("rows", rows)
+        if there != rows:
+            what = f"its position is counted in blocks of {rows:,} rows, and the blocks of this stream have {there:,}"
+            raise CheckpointError(what, where="data.stream", fix="begin a new run: its model may be an export of this one")
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block, once block 0 is made or a checkpoint says it."""
+        if self._block_rows is None:
+            self._wait(0, lambda: "rows" in read_ledger(self.root))
+            self._block_rows = int(read_ledger(self.root)["rows"])
+        return self._block_rows
+
+    @property
+    def is_one_block(self) -> bool:
+        """Whether block 0 has all rows of the sources and stands for every block."""
+        return not self.weighted and self.block_rows < self.stream.rows
+
+    def _stored(self, number: int) -> int:
+        """The number of the block on the disk that has the samples of block `number`."""
+        return 0 if self.is_one_block else number
 
     def close(self) -> None:
         """End the thread, and what waits for a block. May be called twice."""
@@ -205,11 +283,13 @@ class Blocks:
         return self.cache(number).meta(sample - self.begins[number - self.first])
 
     def state(self, position: int) -> dict[str, int]:
-        """Where a position lies: `block`, and the position that the block begins at. The blocks that no rank reads any more go."""
+        """Where a position lies: `block`, and the position that the block begins at; `rows` of a block where these are fewer than the
+        config has. The blocks that no rank reads any more go."""
         number = self.number_of(position)
         if self.maker is not None:
             self._remove(self.number_of(max(position - self.margin, self.begins[0])), number)
-        return {"block": number, "start": self.begins[number - self.first]}
+        found = {"block": number, "start": self.begins[number - self.first]}
+        return found if self.block_rows == self.stream.rows else {**found, "rows": self.block_rows}
 
     def number_of(self, position: int) -> int:
         """The block of a position, which is that of the sample with the same number."""
@@ -221,16 +301,19 @@ class Blocks:
 
     def cache(self, number: int) -> TokenCache:
         """A block, when it is made; those behind it are asked for."""
+        number = self._stored(number)
         if number not in self._caches:
             self._ask(number)
             self._wait(number, lambda: read_info(block_of(self.root, number)) is not None)
             self._caches = {old: cache for old, cache in self._caches.items() if old > number - 2}
             self._caches[number] = TokenCache.open(block_of(self.root, number))
-            for ahead in range(number + 1, number + self.stream.blocks - 1):
-                self._ask(ahead)
+            if not self.is_one_block:
+                for ahead in range(number + 1, number + self.stream.blocks - 1):
+                    self._ask(ahead)
         return self._caches[number]
 
     def _size(self, number: int) -> int:
+        number = self._stored(number)
         if number not in self._samples:
             self._wait(number, lambda: str(number) in read_ledger(self.root).get("samples", {}))
             self._samples[number] = read_ledger(self.root)["samples"][str(number)]
@@ -275,9 +358,11 @@ class Blocks:
 
     def _remove(self, first: int, number: int) -> None:
         """The blocks before `first`, and those that no rank reads soon."""
+        if self.is_one_block:
+            return
         keep = range(first, number + self.stream.blocks - 1)
-        for path in self.root.iterdir():
-            if re.fullmatch(r"\d{8,}", path.name) and int(path.name) not in keep:
+        for path in block_folders(self.root):
+            if int(path.name) not in keep:
                 shutil.rmtree(path, ignore_errors=True)
                 self._made.pop(int(path.name), None)
 

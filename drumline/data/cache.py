@@ -107,8 +107,10 @@ def left_out(name: str, info: dict[str, Any]) -> list[str]:
         "truncated": f"cut at {info['limit']:,} tokens",
         "dropped_too_long": f"dropped: longer than {info['limit']:,} tokens",
         "dropped_unlearned": "skipped: nothing to learn",
+        "hides_reasoning": "without the reasoning of some turns, which the chat template leaves out",
     }
-    parts = [f"{info[key]:,} of {info['rows_read']:,} rows {what}" for key, what in reasons.items() if info[key]]
+    counts = {key: info.get(key, 0) for key in reasons}  # caches of older versions have not all of them
+    parts = [f"{counts[key]:,} of {info['rows_read']:,} rows {what}" for key, what in reasons.items() if counts[key]]
     return [f"data.{name}: {'; '.join(parts)}"] if parts else []
 
 

@@ -44,7 +44,10 @@ class TextRows:
             raise DataError("this row holds images, and text alone is read here", where=row.origin, fix=fix)
         full = self.encoder.encode(row)
         example = full if self.whole else truncate(full, self.data.max_length, self.data.truncation, row.origin)
-        return None if example is None else Encoded([example], truncated=len(example.tokens) < len(full.tokens))
+        if example is None or (full.learned and not example.learned):  # none of its answer is left
+            return None
+        is_cut = len(example.tokens) < len(full.tokens)
+        return Encoded([example], truncated=is_cut, hides_reasoning=full.hides_reasoning)
 
 
 class PromptRows:
@@ -113,7 +116,8 @@ class PairRows(AnswerRows):
         if pair is None:
             return None
         cut = any(len(short.tokens) < len(long.tokens) for short, long in zip(pair, full, strict=True))
-        return Encoded(list(pair), _meta(row), truncated=cut)
+        hides_reasoning = any(example.hides_reasoning for example in full)
+        return Encoded(list(pair), _meta(row), truncated=cut, hides_reasoning=hides_reasoning)
 
 
 class JudgedRows(AnswerRows):
@@ -127,7 +131,7 @@ class JudgedRows(AnswerRows):
         if example is None or not example.learned:
             return None
         is_truncated = len(example.tokens) < len(full.tokens)
-        return Encoded([example], {"good": is_good}, truncated=is_truncated)
+        return Encoded([example], {"good": is_good}, truncated=is_truncated, hides_reasoning=full.hides_reasoning)
 
 
 def judgement(label: Any, origin: str) -> bool:
@@ -145,10 +149,10 @@ def _meta(row: Row) -> dict[str, Any] | None:
         return None
     try:
         number = math.nan if isinstance(margin, bool) else float(margin)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise DataError(f"`margin` is {margin!r}, not a number", where=row.origin, fix="take the column's mapping or the row out")
+        raise DataError(f"`margin` is {margin!r:.60}, not a number", where=row.origin, fix="take the column's mapping or the row out")
     return {"margin": number}
 
 

@@ -134,7 +134,9 @@ def identify(cache: TokenCache) -> DataIdentity:
 def what_changed(old: DataIdentity, new: DataIdentity) -> str | None:
     """What changed, for a message; None if nothing did. Counts added and removed rows if the old cache is still there."""
     if old.content == new.content:
-        return None if old.code == new.code else "the function that gives the rows has changed, and the rows that are compared have not"
+        if old.code == new.code:
+            return None
+        return "what gives the rows (a function or a file) has changed, and the compared rows have not"
     before, after = _rows(old), _rows(new)
     if before is None or after is None:
         if old.row_set == new.row_set:

@@ -323,7 +323,7 @@ def _ranked(there: Values, wants: str, origin: str) -> Found | None:
         return None
     try:
         numbers = [-float(mark) if column in BEST_LOW else float(mark) for mark in marks]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         numbers = [math.nan]
     if not all(map(math.isfinite, numbers)):
         raise DataError(f"{column!r} of the answers are no numbers", where=origin)

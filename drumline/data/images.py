@@ -71,6 +71,8 @@ class ImageRows:
         kept = truncate(full.example, self.data.max_length, self.data.truncation, row.origin)
         if kept is None or len(kept.tokens) == len(full.example.tokens):
             return None if kept is None else full.encoded(truncated=False)
+        if full.example.learned and not kept.learned:  # none of its answer is left
+            return None
         return cut(full, len(kept.tokens), self.data.truncation == "left").encoded(truncated=True)
 
 

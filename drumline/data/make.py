@@ -174,7 +174,8 @@ def require_rows(stage: Stage, place: str, config: Config) -> None:
         fix = "evaluate on rows that are not trained on"
         raise DataError("all rows hold rows of data.eval (data.decontaminate)", where=place, fix=fix)
     if stage.total("too_long") == rows:
-        fix = "raise it, or set data.truncation to right or left"
+        alternatives = [policy for policy in ("right", "left") if policy != config.data.truncation]
+        fix = f"raise it, or set data.truncation to {' or '.join(alternatives)}"
         raise DataError(f"all {rows} rows are longer than data.max_length {config.data.max_length}", where=place, fix=fix)
     fix = "check that rows have assistant turns within data.max_length, or set data.learn_on: all"
     raise DataError(f"none of the {rows} rows has a token to learn: all labels are masked", where=place, fix=fix)
@@ -225,6 +226,7 @@ def finish(task: Task, stage: Stage, temporary: Path, folder: Path, role: int) -
         "rows_read": stage.total("read"),
         "held_out": int((stage.role == HELD_OUT).sum()) if role == TRAIN else 0,
         "truncated": stage.total("truncated"),
+        "hides_reasoning": stage.total("hides_reasoning"),
         "dropped": stage.total("too_long") + stage.total("unlearned"),
         "dropped_too_long": stage.total("too_long"),
         "dropped_unlearned": stage.total("unlearned"),

@@ -12,7 +12,7 @@ from drumline.core.mixing import epoch_counts
 from drumline.core.plan import DataIdentity, DataPlan, SourcePlan
 from drumline.core.rollouts import require_room
 from drumline.core.rules import compared_images
-from drumline.data.blocks import Maker, read_ledger
+from drumline.data.blocks import Maker, is_begun, read_ledger
 from drumline.data.cache import TokenCache, left_out, read_info, verify
 from drumline.data.encode import OWN
 from drumline.data.files import root_of
@@ -70,7 +70,7 @@ def _lacks_images(folder: Path) -> bool:
 
 
 def _done(task: Task) -> bool:
-    return "first" in read_ledger(task.folder) if task.streams else task.done
+    return is_begun(task.folder) if task.streams else task.done
 
 
 def _tasks(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None) -> list[Task]:

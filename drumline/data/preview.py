@@ -104,8 +104,8 @@ class Reader:
             return Seen(number, row, None, None, row.error)
         full: Encoded | None = None
         try:
-            full = self.full.encoder.encode(row)
-            return Seen(number, row, self.job.encoder.encode(row), full)
+            full = self.full.encode_row(row)
+            return Seen(number, row, self.job.encode_row(row), full)
         except DataError as error:
             return Seen(number, row, None, full, error)
 

@@ -38,7 +38,7 @@ def _better(one: Any, other: Any) -> str:
     """`?`, which is refused as a verdict, where these are no numbers."""
     try:
         first, second = float(one), float(other)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return "?"
     return "tie" if first == second else "ab"[second > first]
 

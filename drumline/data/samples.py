@@ -1,10 +1,12 @@
-"""Samples of the user's own: those of `kind: python` sources, for any module, and any dataset in a loop of the user's own."""
+"""Samples for any module: rows of data sources as they are written, what functions of the user's own give, and any dataset in a loop of the
+user's own."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -16,17 +18,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
-from drumline.core.data import PythonSource, Source
+from drumline.core.data import FileSource, PythonSource, Source, SqlSource
 from drumline.core.plan import BatchPlan, DataIdentity
 from drumline.core.registry import find_object, imported
-from drumline.data.sources import describe
+from drumline.data.places import locate
+from drumline.data.sources import describe, open_rows
 from drumline.data.stream import GlobalOrder, assign
 from drumline.errors import DataError
-from drumline.foreign import class_and_line, first_line
+from drumline.foreign import class_and_line, first_line, judged
 from drumline.models.containers import each_tensor
 from drumline.vendor.torch import tree_leaves
 
+NAME_COLLATE = "name a function of yours as algorithm.collate: it gets a list of rows"
 COMPARED = 16  # rows of a function that are compared, evenly spaced
 SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 Drawn = Callable[[], AbstractContextManager[None]]  # within, what a dataset draws is the same in each process: dist.seeds.Draws.used
@@ -51,10 +56,12 @@ def require_samples(dataset: object, where: str) -> None:
 
 
 class Samples(torch.utils.data.ConcatDataset[Any]):
-    """Several datasets, one behind the other. `lengths` int32[N]: ones, since all samples count alike for `stream.assign`."""
+    """Several datasets, one behind the other. `lengths` int32[N]: ones, since all samples count alike for `stream.assign`. `are_rows`: each
+    is a dictionary of columns, of a built-in source."""
 
-    def __init__(self, parts: Sequence[Any]) -> None:
+    def __init__(self, parts: Sequence[Any], are_rows: bool = False) -> None:
         super().__init__(parts)
+        self.are_rows = are_rows
         self.lengths = np.ones(len(self), np.int32)
 
 
@@ -64,7 +71,7 @@ def read_samples(sources: Sequence[Source], base_dir: Path, drawn: Drawn = nullc
     parts = []
     for source in sources:
         with drawn():
-            found: Any = source.rows(base_dir)
+            found: Any = _open(source, base_dir)
             require_samples(found, describe(source))
             if not indexed(found):
                 found = imported(partial(list, islice(found, source.limit)), source.label, "data source", doing="reading")
@@ -73,18 +80,30 @@ def read_samples(sources: Sequence[Source], base_dir: Path, drawn: Drawn = nullc
         if not len(found):
             raise DataError("has no samples", where=describe(source))
         parts.append(found)
-    return Samples(parts)
+    return Samples(parts, all(source.is_built_in for source in sources))
+
+
+def _open(source: Source, base_dir: Path) -> Any:
+    """Return what gives the samples of a source. Raises DataError where ranks might disagree on their order."""
+    if not source.is_built_in:
+        return source.rows(base_dir)
+    if isinstance(source, SqlSource) and source.path is None:
+        is_ordered = re.search(r"\border\s+by\b", source.query, re.IGNORECASE)
+        if not is_ordered:
+            what = "each rank queries the database itself, and this query gives its rows in any order"
+            raise DataError(what, where=source.label, fix="add ORDER BY a column without repetitions")
+    return open_rows(source, base_dir)
 
 
 def identify_samples(sources: Sequence[Source], base_dir: Path, samples: Samples) -> DataIdentity:
-    """The identity of what the user's own functions give: the number of rows, some of the rows, and the text of the functions.
+    """The identity of samples: how many there are, some of them, and the text of the functions and the content of the files they come from.
 
     Rows that differ when they are read again, drawn at random, are not compared. Raises DataError for a row that cannot be read."""
     places = np.unique(np.linspace(0, len(samples) - 1, COMPARED).astype(int)).tolist()
     once, again = (_digests(samples, places) for _ in range(2))
     same = [digest for digest, other in zip(once, again, strict=True) if digest == other]
-    functions = [find_object(s.path, base_dir, "data source", "function") for s in sources if isinstance(s, PythonSource)]
-    content, code = (sha256(json.dumps(part).encode()).hexdigest() for part in ([len(samples), same], [*map(_text, functions)]))
+    origins = [_origin(source, base_dir) for source in sources if isinstance(source, PythonSource | FileSource)]
+    content, code = (sha256(json.dumps(part).encode()).hexdigest() for part in ([len(samples), same], origins))
     row_set = sum(int(digest[:12], 16) for digest in same)
     return DataIdentity(cache=", ".join(map(describe, sources)), content=content, rows=len(samples), row_set=row_set, code=code)
 
@@ -109,11 +128,57 @@ def _digest(samples: Samples, index: int) -> str:
     return digest.hexdigest()
 
 
-def _text(function: Any) -> str:
+def _origin(source: PythonSource | FileSource, base_dir: Path) -> str:
+    """Return the text of a function of the user's own, or hashes of the files of a source."""
+    if isinstance(source, FileSource):
+        return " ".join(file.content() for file in locate(source, base_dir))
+    function = find_object(source.path, base_dir, "data source", "function")
     try:
         return inspect.getsource(function)
     except (OSError, TypeError):  # it is not written in Python
         return str(getattr(function, "__qualname__", ""))
+
+
+def default_collate_of(samples: Samples) -> Callable[[list[Any]], Any]:
+    """Return how samples become a batch where the user names no function."""
+    return collate_rows if samples.are_rows else collate_samples
+
+
+def collate_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return {column: batch of its values}, of rows with the same columns.
+
+    Numbers become a tensor [B], and lists of numbers of one shape a tensor [B, ...]: int64, float64
+    or bool. Other values are batched by torch's default_collate; texts stay a list. Raises DataError
+    that names the column.
+    """
+    names = rows[0].keys()
+    for row in rows:
+        different = sorted(map(repr, names ^ row.keys()))
+        if different:
+            what = f"not all rows have the column {different[0]}"
+            raise DataError(what, where="data", fix=NAME_COLLATE)
+    return {name: _collate_column(name, [row[name] for row in rows]) for name in names}
+
+
+def _collate_column(name: str, values: list[Any]) -> Any:
+    if any(value is None for value in values):
+        raise DataError(f"column {name!r} is null in some rows", where="data", fix=NAME_COLLATE)
+    if all(isinstance(value, int | float | list) for value in values):
+        try:
+            array = np.asarray(values)
+        except ValueError:
+            what = f"the lists of column {name!r} differ in their lengths"
+            raise DataError(what, where="data", fix=NAME_COLLATE) from None
+        if array.dtype.kind in "bif":
+            return torch.from_numpy(array)
+    with judged(f"column {name!r} makes no batch", "data", DataError, NAME_COLLATE):
+        return default_collate(values)
+
+
+def collate_samples(samples: list[Any]) -> Any:
+    """Return the batch that torch's default_collate makes. Raises DataError."""
+    with judged("samples make no batch", "data", DataError, NAME_COLLATE):
+        return default_collate(samples)
 
 
 @dataclass(frozen=True)
@@ -148,7 +213,7 @@ class SampleCollator:
 
 def _weight(given: Any) -> float:
     """What `algorithm.weight` gives for a micro-batch. Raises DataError for what is no finite number of 0 or more."""
-    with suppress(TypeError, ValueError, RuntimeError):
+    with suppress(TypeError, ValueError, OverflowError, RuntimeError):
         if math.isfinite(weight := float(given)) and weight >= 0:
             return weight
     fix = "return a number of 0 or more, such as how many tokens are in the loss"

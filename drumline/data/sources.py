@@ -51,7 +51,7 @@ from drumline.data.places import locate
 from drumline.data.sql import read_sql
 from drumline.data.turns import ROLES, weighted, with_arguments
 from drumline.errors import DataError
-from drumline.foreign import expanded, first_line, judged
+from drumline.foreign import expanded, first_line, judged, number_errors
 
 Tools = list[dict[str, Any]]
 Keep = Callable[[Iterator[tuple[Path, Raw]]], Iterator[tuple[Path, Raw]]]
@@ -96,7 +96,8 @@ def read_rows(
     raw = _raw(source, base_dir, PAIR_FORMS if judges_answers(forms) else forms)
     for count, (folder, (origin, values)) in enumerate(islice(raw if keep is None else keep(raw), source.limit), 1):
         try:
-            found = _rows_in(origin, values, source, forms, count, mapped)
+            with number_errors(origin, DataError):
+                found = _rows_in(origin, values, source, forms, count, mapped)
             if forms != TEXT_FORMS and holds_images(found[0]):
                 fix = "use algorithm sft, take the images out, or read none of a column with `columns: {images: ''}`"
                 raise DataError(f"row {count} holds images, which this algorithm does not take", where=origin, fix=fix)
@@ -174,6 +175,18 @@ def _raw(source: Source, base_dir: Path, forms: Forms) -> Iterator[tuple[Path, R
                     fix = "give dictionaries: column → value"
                     raise DataError(f"row {number} is {type(values).__name__}, not columns", where=name, fix=fix)
                 yield base_dir, (f"{name} row {number}", table(_of_tables(values)))
+
+
+def open_rows(source: Source, base_dir: Path) -> Any:
+    """Return the rows of a built-in source as dictionaries of columns, as they are written.
+
+    A dataset of the hub or of a folder is returned itself and can be read by index; other sources
+    give an iterator. Raises DataError, also while the iterator is read.
+    """
+    is_streamed = isinstance(source, HubSource) and source.streaming
+    if isinstance(source, HubSource | SavedSource) and not is_streamed:
+        return _rows(source, base_dir)
+    return (values for _, (_, values) in _raw(source, base_dir, TEXT_FORMS))
 
 
 def _of_tables(values: Mapping[Any, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from drumline.core.data import DataConfig
 from drumline.data.sources import Row
-from drumline.data.thoughts import REASONING, mask_thoughts, without_thoughts
+from drumline.data.thoughts import REASONING, mask_thoughts, thoughts_of, without_thoughts
 from drumline.data.tokens import Tokens
 from drumline.data.turns import Messages, as_messages
 from drumline.errors import DataError
@@ -37,10 +37,12 @@ _MARKED = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask"
 
 @dataclass(frozen=True)
 class Example:
-    """`tokens` int32[n]; `learn` uint8[n]: 1 for a target. The first token never counts: nothing predicts it."""
+    """`tokens` int32[n]; `learn` uint8[n]: 1 for a target. The first token never counts: nothing predicts it. `hides_reasoning`: the chat
+    template leaves out the reasoning of a turn, which the row has."""
 
     tokens: npt.NDArray[np.int32]
     learn: npt.NDArray[np.uint8]
+    hides_reasoning: bool = False
 
     @property
     def learned(self) -> int:
@@ -51,11 +53,12 @@ class Example:
 @dataclass(frozen=True)
 class Encoded:
     """A row as tokens. `segments` become rows of a batch (a pair has two), or pieces of a pack. `meta`: further values of the sample, as
-    JSON; a sample with a meta is kept even without a target. `truncated`: something was cut off."""
+    JSON; a sample with a meta is kept even without a target. `truncated`: something was cut off. `hides_reasoning`: as of an `Example`."""
 
     segments: list[Example]
     meta: dict[str, Any] | None = None
     truncated: bool = False
+    hides_reasoning: bool = False
 
 
 Policy = Literal["error", "right", "left", "drop"]
@@ -178,10 +181,12 @@ class Encoder:
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         messages = [self._reasoned(message, index, row) for index, message in enumerate(messages)]
         messages, text = self._shown(messages, row)
+        thoughts = thoughts_of(messages) if self.reasoning != "drop" else []
+        hides_reasoning = any(thought not in text for thought in thoughts)
         all_turns = self.marks_turns and not self.learn_all and all(weights[index] and index >= first for index in answers)
         marked = self._render(messages, row, **_MARKED) if all_turns else None
         if marked is not None and self.reasoning != "mask":
-            return Example(np.asarray(marked["input_ids"], np.int32), np.asarray(marked["assistant_masks"], np.uint8))
+            return Example(np.asarray(marked["input_ids"], np.int32), np.asarray(marked["assistant_masks"], np.uint8), hides_reasoning)
         tokens = Tokens(self.tokenizer, text)
         ids = np.asarray(tokens.ids, np.int32)
         learn = np.full(len(ids), int(self.learn_all), np.uint8) if marked is None else np.asarray(marked["assistant_masks"], np.uint8)
@@ -192,7 +197,7 @@ class Encoder:
         if self.reasoning == "mask":
             thoughts = [message[key].strip() for message in messages for key in self.reasoning_keys if isinstance(message.get(key), str)]
             mask_thoughts(tokens, learn, row.origin, not self.learn_all, [thought for thought in thoughts if thought])
-        return Example(ids, learn)
+        return Example(ids, learn, hides_reasoning)
 
     def _reasoned(self, message: dict[str, Any], index: int, row: Row) -> dict[str, Any]:
         """The message with its reasoning as `data.reasoning` and the template want it: left out, or in its content unless the template

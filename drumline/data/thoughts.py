@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +15,23 @@ from drumline.errors import DataError
 UNENDED = "take the row out, or set data.reasoning: keep"
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message
 _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_INSIDE = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 # The generation prompt may have opened it.
 _BEGUN = re.compile(r"\A(?:(?!<think>).)*?</think>\s*", re.DOTALL)
+
+
+def thoughts_of(messages: list[dict[str, Any]]) -> list[str]:
+    """Return the reasoning of all answers, without its tags and the blanks around it."""
+    found = []
+    for message in messages:
+        if message["role"] != "assistant":
+            continue
+        found += [message[key] for key in REASONING if isinstance(message.get(key), str)]
+        content = message.get("content") or ""
+        parts = content if isinstance(content, list) else [{"text": content}]
+        for part in parts:
+            found += _INSIDE.findall(part.get("text") or "")
+    return [thought.strip() for thought in found if thought.strip()]
 
 
 def without_thoughts(text: str, what: str, origin: str) -> str:

@@ -30,7 +30,7 @@ from drumline.data.sources import Row
 from drumline.data.stage import ROW, Chunk
 from drumline.data.templates import Encoded
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import content_of
+from drumline.foreign import content_of, number_errors
 from drumline.hardware.detect import usable_cores
 
 if TYPE_CHECKING:  # it imports torch, which other processes do without
@@ -75,6 +75,11 @@ class Job:
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in ("encoder", "tokenizer", "contaminated")}
 
+    def encode_row(self, row: Row) -> Encoded | None:
+        """`RowEncoder.encode`. Raises DataError that names the row, also for a number that is too large."""
+        with number_errors(row.origin, DataError):
+            return self.encoder.encode(row)
+
     def encode(self, rows: list[Row]) -> Chunk:
         """The rows, encoded, cut to size and counted."""
         counts: Counter[tuple[int, str]] = Counter()
@@ -83,12 +88,13 @@ class Job:
             counts[row.source, "read"] += 1
             if self.contaminated(row):
                 counts[row.source, "contaminated"] += 1
-            elif (encoded := self.encoder.encode(row)) is None:
+            elif (encoded := self.encode_row(row)) is None:
                 counts[row.source, "too_long"] += 1
             elif encoded.meta is None and not any(segment.learned for segment in encoded.segments):
                 counts[row.source, "unlearned"] += 1
             else:
                 counts[row.source, "truncated"] += encoded.truncated
+                counts[row.source, "hides_reasoning"] += encoded.hides_reasoning
                 kept.append((row, encoded))
         segments = [segment for _, encoded in kept for segment in encoded.segments]
         metas = [b"" if encoded.meta is None else json.dumps(encoded.meta, ensure_ascii=False).encode() for _, encoded in kept]

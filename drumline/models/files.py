@@ -20,7 +20,7 @@ from drumline.core import mirror
 from drumline.core.files import digest, give_name, temporary_folder
 from drumline.core.model import ModelConfig
 from drumline.errors import DrumlineError, EnvironmentFault, ModelError
-from drumline.foreign import expanded, first_line, read_object
+from drumline.foreign import PICKLE, expanded, first_line, read_object
 from drumline.hardware.detect import cache_dir
 from drumline.models.classes import AUTO
 
@@ -303,6 +303,9 @@ def from_hub(path: str, model: ModelConfig, make: Callable[[], T], files: str = 
         if "trust_remote_code" in text:
             fix = "read that code, then add --trust-remote-code, or model.trust_remote_code: true to a YAML of your own"
             raise ModelError("this model brings code of its own and model.trust_remote_code is off", where=path, fix=fix) from None
+        if first_line(error) == PICKLE:
+            fix = "ask for these weights as safetensors, or convert them where you trust the file"
+            raise ModelError(f"its weights are {PICKLE}", where=path, fix=fix) from None
         if model.attention != "auto" and any(word in text.lower() for word in ("attn_implementation", "attention", "flash")):
             raise ModelError(first_line(error), where=f"model.attention {model.attention}", fix="use attention: auto") from None
         for auto, what in AUTO.values():

@@ -218,6 +218,9 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
 
     loaded = load(config_path, overrides)
     config = loaded.config
+    if config.plain:
+        what = "a module of your own takes samples as they are: there is nothing to prepare"
+        raise UserError(what, where="model.kind", fix="`drumline preview` shows the samples")
     with bars(Console(stderr=True)) as on_progress:
         model_path = resolve(config.model, on_progress)
         vision = vision_of(config, model_path, load_config(model_path, config.model))

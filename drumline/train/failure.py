@@ -15,11 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-import torch
 import torch.distributed as dist
 
 from drumline.core.files import write_whole
-from drumline.core.out_of_memory import Exhausted
+from drumline.core.out_of_memory import Exhausted, is_out_of_memory
 from drumline.core.output import say
 from drumline.core.plan import Plan
 from drumline.core.redact import redact, redacted_streams
@@ -31,11 +30,6 @@ from drumline.parallel.engine import Engine
 from drumline.telemetry import flight
 from drumline.telemetry.measure import process_bytes
 
-# Parts of messages that mean it where torch has no class of its own: CPU allocators, C++, cuBLAS, cuDNN, the kernel.
-MESSAGES = (
-    "out of memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED", "could not allocate", "Unable to allocate",
-)  # fmt: skip
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
 # Function → what it is about; of the stack's functions the innermost that stands here counts.
@@ -52,17 +46,6 @@ class OutOfMemory(DrumlineError):
     def __init__(self, exhausted: Exhausted, advice: str) -> None:
         super().__init__(f"rank {exhausted.rank} {exhausted.describe()}", fix=None if exhausted.allocated is not None else advice)
         self.exhausted = exhausted
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out, by an error or by what it came from."""
-    while error is not None:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError):
-            return True
-        if isinstance(error, RuntimeError | OSError) and any(text in str(error) for text in MESSAGES):
-            return True
-        error = error.__cause__
-    return False
 
 
 class Watched:

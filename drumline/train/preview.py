@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -30,14 +31,15 @@ from drumline.models.load import load_config
 from drumline.models.vision import vision_of
 from drumline.report.bars import OnProgress, bars
 
-# Of a token and the next one, and of a special token.
+# Of a token and the next one, and of a special token. What is not in the loss has one style: in two it looked like two kinds of text.
 STYLES = {
-    "learned": ("bold green", "green", "bold white on green"),
-    "context": ("", "dim", "white on bright_black"),
-    "cut": ("strike bold red", "strike red", "strike white on red"),
+    "learned": ("black on green", "black on bright_green", "bold underline black on green"),
+    "context": ("", "", "bold underline"),
+    "cut": ("strike red", "strike bright_red", "strike bold underline red"),
 }
 MARKS = {"learned": ("⟦", "⟧"), "context": ("", ""), "cut": ("⟪", "⟫")}
 SPECIAL = ("⟨", "⟩")
+BRACKETS = "<|｜>"  # of special tokens: without colours the marks take their place
 BREAK = "⏎"
 RESERVED = BREAK + "".join(chain(*MARKS.values(), SPECIAL))  # escaped where a row holds one
 FATES = {
@@ -208,7 +210,7 @@ class View:
         named = {
             f"cut at {limit:,} tokens": [f"{seen.row.origin} ({seen.tokens:,})" for seen in found if seen.fate == "cut"],
             f"left out, longer than {limit:,} tokens": [f"{s.row.origin} ({s.tokens:,})" for s in found if s.fate == "dropped"],
-            "left out, nothing to learn": [_shortened(seen, limit) for seen in found if seen.fate == "unlearned"],
+            "left out, nothing to learn": [seen.row.origin for seen in found if seen.fate == "unlearned"],
             "repeated": [f"{seen.row.origin} (as {earlier})" for seen, earlier in repeated],
             "with an empty answer": [seen.row.origin for seen in usable if reader.empty(seen)],
             "that cannot be used": [seen.row.origin for seen in found if seen.error is not None],
@@ -217,6 +219,9 @@ class View:
             more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
             if names:
                 self.line(f"{len(names):,} {what}: {', '.join(names[:NAMED])}{more}")
+            if what == "that cannot be used":
+                for reason, count in reasons_of(found).items():
+                    self.line(f"  {count:,} × {reason}", "red")
         if sizes := [seen.tokens for seen in usable if reader.job.tokenizer is not None]:
             self.line("\ntokens of a row, before it is cut", "bold")
             for line in histogram(sizes, limit):
@@ -234,7 +239,7 @@ class View:
         if border == "━━ ":
             self.line()
         self.line(f"{border}{what}{FATES.get(seen.fate, '')}", "bold cyan" if border == "━━ " else "cyan")
-        if seen.error is not None:
+        if seen.error is not None and self.options.row is not None:  # else the counts have its reason
             self.line(seen.error.line(), "red")
         sides = reader.segments(seen)
         for name, pieces in zip(("chosen", "rejected") if len(sides) == 2 else ("",), sides, strict=False):
@@ -252,13 +257,13 @@ class View:
             self.line(f"  {name} = {value[:MOST_VALUE]}" + ("…" if len(value) > MOST_VALUE else ""))
 
     def text(self, pieces: list[Piece]) -> Text:
-        """Tokens one behind the other; in colours neighbours differ in their shade."""
+        """Tokens one behind the other; in colours neighbours in the loss differ in their shade."""
         text, state = Text(overflow="fold"), "context"
         for place, piece in enumerate(pieces):
             shown = visible(piece.text, RESERVED).replace("\n", f"{BREAK}\n")
             if self.plain:
                 text.append(MARKS[state][1] + MARKS[piece.state][0] if piece.state != state else "")
-                text.append(f"{SPECIAL[0]}{shown}{SPECIAL[1]}" if piece.special else shown)
+                text.append(f"{SPECIAL[0]}{shown.strip(BRACKETS) or shown}{SPECIAL[1]}" if piece.special else shown)
                 state = piece.state
             else:
                 text.append(shown, STYLES[piece.state][2 if piece.special else place % 2])
@@ -275,8 +280,17 @@ class View:
                 self.line(f"sample {number + 1}: {shape_of(samples[number])}")
 
 
-def _shortened(seen: Seen, limit: int) -> str:
-    return seen.row.origin + (f" (cut at {limit:,} of {seen.tokens:,})" if seen.kept and seen.kept.truncated else "")
+def reasons_of(found: list[Seen]) -> dict[str, int]:
+    """Return {why rows cannot be used: how many}. Reasons that differ in their numbers alone count as one, in the words of the first."""
+    counts: dict[str, int] = {}
+    first: dict[str, str] = {}
+    for seen in found:
+        if seen.error is None:
+            continue
+        reason = seen.error.what if not seen.error.fix else f"{seen.error.what} — {seen.error.fix}"
+        wording = first.setdefault(re.sub(r"\d+", "#", reason), reason)
+        counts[wording] = counts.get(wording, 0) + 1
+    return counts
 
 
 def histogram(sizes: list[int], limit: int) -> list[str]:

@@ -78,7 +78,8 @@ def open_blocks(plan: Plan, makes: bool, known: dict[str, Any]) -> Blocks:
     seed = derive(config.run.seed, "order") if config.data.order == "shuffle" and curriculum is None else None
     margin = (config.data.prefetch + 2) * plan.batch.global_samples
     falling = curriculum is not None and curriculum.reverse
-    return Blocks(root, config.data.stream, maker, seed, falling=falling, known=known, margin=margin)
+    weighted = any(source.weight is not None for source in config.data.train)
+    return Blocks(root, config.data.stream, maker, seed, falling=falling, known=known, margin=margin, weighted=weighted)
 
 
 class Copies:

@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 
-from drumline.core.data import DataConfig
+from drumline.core.algorithm import AlgorithmSpec
+from drumline.core.data import DataConfig, FileSource
 from drumline.core.load import load, load_text
 from drumline.core.model import TEMPLATES, ModelConfig
+from drumline.core.registry import make
+from drumline.data.cache import left_out
 from drumline.data.fingerprint import cache_key
 from drumline.data.sources import Row
 from drumline.data.templates import Encoder
+from drumline.data.workers import Job
 from drumline.errors import ConfigError, DataError, ModelError
 from drumline.models.templates import FOLDER, end_ids, set_template
 from drumline.models.tokenizer import load_tokenizer
@@ -178,6 +182,24 @@ def test_reasoning_of_several_turns_and_texts() -> None:
     require(plain, encoder(plain, reasoning="drop").encode(row), ["two?", "Two.<|im_end|>"])
     document = Row("r:1", {"text": "<think>so</think> Two."})
     assert encoder(plain, reasoning="mask").encode(document).learn.all(), "a document is no answer"
+
+
+def test_reasoning_that_the_template_leaves_out_is_counted() -> None:
+    """As Qwen3's, this template shows the reasoning of the last answer alone."""
+    last_alone = CHATML.replace(
+        "message['content'] +",
+        "(message['content'] if loop.last else message['content'].split('</think>')[-1].lstrip()) +",
+    )
+    of = tokenizer(template=last_alone)
+    answers = [{"role": "assistant", "content": f"<think>{why}</think>Yes."} for why in ("first", "second")]
+    rows = [{"messages": [ASK, answers[0], ASK, answers[1]]}, {"messages": [ASK, answers[1]]}]
+    job = Job("", ModelConfig(), make(AlgorithmSpec, "sft"), DataConfig(train=[FileSource(path="x")], max_length=512))
+    job.__dict__["tokenizer"] = of
+    counts = job.encode([Row(f"r:{number}", row) for number, row in enumerate(rows)]).counts
+    assert counts[0, "hides_reasoning"] == 1 and counts[0, "read"] == 2
+    info = {"rows_read": 2, "limit": 512, "hides_reasoning": 1}
+    (line,) = left_out("train", info)
+    assert line.endswith("1 of 2 rows without the reasoning of some turns, which the chat template leaves out")
 
 
 def test_a_template_that_renders_reasoning_does_it_itself() -> None:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,7 +26,7 @@ from drumline.data.blocks import _POLL_SECONDS, Blocks, Maker, hold, read_ledger
 from drumline.data.make import Task
 from drumline.data.prepare import cached, prepare
 from drumline.data.stream import BatchStream
-from drumline.errors import DataError, EnvironmentFault
+from drumline.errors import CheckpointError, DataError, EnvironmentFault
 from tests.tiny import tiny_tokenizer
 
 SIZE = 8
@@ -56,7 +57,9 @@ class Streamed:
         maker = Maker(task, str(self.base / "tokenizer"), self.base) if makes else None
         stream = self.config.data.stream
         assert stream is not None
-        self.opened.append(Blocks(self.root, stream, maker, 7, known=known or {}, margin=4 * SIZE))
+        weighted = any(source.weight is not None for source in self.config.data.train)
+        made = Blocks(self.root, stream, maker, 7, known=known or {}, margin=4 * SIZE, weighted=weighted)
+        self.opened.append(made)
         return self.opened[-1]
 
     def texts(self, blocks: Blocks, start: int, stop: int) -> list[str]:
@@ -97,6 +100,49 @@ def test_positions_are_the_same_wherever_reading_begins(streamed: Streamed) -> N
     at_hand.close()
     streamed.forget()
     assert streamed.texts(streamed.blocks(), 90, 120) == whole[90:], "counted from the first block on"
+
+
+def small(base: Path, **data: Any) -> Streamed:
+    """A stream of 24 rows in blocks of at most 1000."""
+    source = "def rows():\n    return [{'text': f'c {number}'} for number in range(24)]\n"
+    return Streamed(base, source, train=[{"kind": "python", "path": "source.py:rows"}], stream={"rows": 1000, "blocks": 3}, **data)
+
+
+def test_a_block_ends_where_all_rows_have_come(tmp_path: Path) -> None:
+    made = small(tmp_path)
+    assert made.plan.train_samples == 24, "prepared once, not until the block is full"
+    first = made.blocks()
+    whole = made.texts(first, 0, 72)
+    passes = [whole[at : at + 24] for at in (0, 24, 48)]
+    assert sorted(passes[0]) == sorted(passes[1]) == sorted(passes[2]) and len({*passes[0]}) == 24
+    assert passes[0] != passes[1] != passes[2], "each pass is shuffled"
+    known = first.state(50)
+    assert known == {"block": 2, "start": 48, "rows": 24} and made.on_disk() == ["00000000"]
+    first.close()
+    made.forget()
+    prepare(made.config, str(tmp_path / "tokenizer"), tmp_path)
+    at_hand = made.blocks(known=known)
+    assert made.texts(at_hand, 50, 72) == whole[50:]
+    at_hand.close()
+
+
+def test_what_an_older_version_made_is_not_used(tmp_path: Path) -> None:
+    """It has filled blocks with rows that come again, and its ledger does not have the rows of a block."""
+    made = small(tmp_path)
+    (made.root / "stream.json").write_text(json.dumps({"first": {}, "samples": {"0": 1000}}))
+    assert cached(made.config, str(tmp_path / "tokenizer"), tmp_path) is None
+    assert prepare(made.config, str(tmp_path / "tokenizer"), tmp_path) == made.plan
+    with pytest.raises(CheckpointError, match="counted in blocks of 1,000 rows, and the blocks of this stream have 24"):
+        made.blocks(known={"block": 1, "start": 1000})
+
+
+def test_weights_repeat_a_small_source_until_the_largest_has_ended(tmp_path: Path) -> None:
+    made = Streamed(tmp_path, stream={"rows": 1000, "blocks": 3})
+    blocks = made.blocks()
+    counts = Counter(text[0] for text in made.texts(blocks, 0, blocks.block_rows))
+    blocks.close()
+    assert counts["a"] == 70 or counts["b"] == 30, "the one that ended last has come once"
+    assert blocks.block_rows == made.plan.train_samples == counts.total() < 110
 
 
 def collated(blocks: Blocks, ids: list[int]) -> TokenBatch:

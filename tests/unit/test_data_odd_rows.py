@@ -54,6 +54,18 @@ def test_conversations_of_a_table_are_json_texts(tmp_path: Path) -> None:
     assert read(tmp_path, {**answer, "prompt": "hi"}).values == {"prompt": "hi", "completion": [SAY]}
 
 
+@pytest.mark.parametrize(
+    ("values", "forms"),
+    [
+        ({"messages": [ASK, {**SAY, "loss_weight": 10**400}]}, TEXT_FORMS),
+        ({"prompt": "q", "answers": ["a", "b"], "scores": [10**400, 1]}, PAIR_FORMS),
+    ],
+)
+def test_a_number_that_overflows_is_one_line(tmp_path: Path, values: dict[str, Any], forms: Forms) -> None:
+    with pytest.raises(DataError, match=r"rows\.jsonl:1"):
+        read(tmp_path, values, forms)
+
+
 def test_functions_beside_messages_are_tools(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}}
     assert read(tmp_path, {"messages": [ASK, call], "functions": [TOOL]}).values["tools"] == [TOOL]

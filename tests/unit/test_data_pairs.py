@@ -105,6 +105,7 @@ def test_texts_without_a_prompt_begin_alike_up_to_a_blank() -> None:
         ({"chosen": "a b", "rejected": said("b")}, "here:1: one side of the pair is text, the other messages"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"}, "here:1: `margin` is 'much', not a number"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": math.inf}, "here:1: `margin` is inf, not a number"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 10**320}, f"here:1: `margin` is 1{'0' * 59}, not a number"),
     ],
 )
 def test_pairs_that_are_none_are_named(values: dict[str, Any], message: str) -> None:

@@ -122,8 +122,8 @@ def test_truncation_and_drops_are_counted(tmp_path: Path, tokenizer_dir: str) ->
         made = prepare(config(tmp_path, truncation=policy, max_length=60, packing=False), tokenizer_dir, tmp_path)
         info = TokenCache.open(made.train).info
         counts[policy] = [info[key] for key in ("rows", "rows_read", "truncated", "dropped", "dropped_too_long", "dropped_unlearned")]
-    # Cut at its end, the second row has no answer left to learn.
-    assert counts == {"right": [2, 3, 1, 1, 0, 1], "left": [3, 3, 2, 0, 0, 0], "drop": [1, 3, 0, 2, 2, 0]}
+    # Cut at its end, the second row has no answer left to learn: its prompt alone is too long.
+    assert counts == {"right": [2, 3, 1, 1, 1, 0], "left": [3, 3, 2, 0, 0, 0], "drop": [1, 3, 0, 2, 2, 0]}
     with pytest.raises(DataError, match=r"rows.jsonl:1: \d+ tokens, longer than data.max_length 60"):
         prepare(config(tmp_path, truncation="error", max_length=60), tokenizer_dir, tmp_path)
 

@@ -12,11 +12,11 @@ import torch
 from drumline.core.config import Config
 from drumline.core.estimate import Memory
 from drumline.core.mesh import Mesh
-from drumline.core.out_of_memory import Exhausted, correction, limit, misestimate, verdict
+from drumline.core.out_of_memory import Exhausted, correction, is_out_of_memory, limit, misestimate, verdict
 from drumline.hardware.detect import Groups, detect
 from drumline.launchers.postmortem import RankEnd, exhausted
 from drumline.planner.search.advice import changed
-from drumline.train.failure import Watched, doing, is_out_of_memory, reported_by_cuda
+from drumline.train.failure import Watched, doing, reported_by_cuda
 from tests.unit.test_loop import plan
 
 GiB = 2**30

@@ -56,6 +56,7 @@ def odd(tmp_path: Path) -> dict[str, Path]:
         "not UTF-8": tmp_path / "latin",
         "a link to itself": loop,
         "a long name": tmp_path / ("n" * 5000),
+        "a file that cannot be read at its start": Path("/proc/self/mem"),
         "a NUL": Path("a\0b"),
         "a lone surrogate": Path("\ud800"),
     }
@@ -76,6 +77,7 @@ def test_a_file_that_would_be_hashed_for_hours_is_refused(odd: dict[str, Path]) 
         ("a terabyte", "more than 256 GiB — part it"),
         ("a pipe", "it is a device, pipe"),
         ("a link to itself", "symbolic links"),
+        ("a file that cannot be read at its start", "cannot be read: Input/output error"),
     ):
         with pytest.raises(DataError, match=said):
             hash_file(odd[name])
@@ -218,6 +220,17 @@ def test_events_in_a_folder_are_one_line_and_odd_ones_are_passed_over(tmp_path: 
     ]
     path.write_text("\n".join([*odd, path.read_text()]))
     assert [(event.kind, event.values()["step"]) for event in read(path)] == [("preempt", 3)]
+
+
+def test_memory_that_runs_out_in_a_command_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def large(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 19660800000000 bytes")
+
+    monkeypatch.setattr("drumline.train.command.prepare", large)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["prepare", "x.yaml"])
+    line = capsys.readouterr().err
+    assert ended.value.code == 2 and line.startswith("error: this machine has too little memory: ") and line.count("\n") == 1
 
 
 def test_what_nobody_foresaw_is_one_line_and_its_traceback_is_kept(

@@ -170,6 +170,21 @@ def test_weights_that_are_not_there_are_not_made_up(folder: str, tmp_path: Path)
     assert "model.safetensors" in line(error)
 
 
+class Runs:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("ran",)
+
+
+def test_a_pickle_is_refused_without_torch_s_advice(folder: str, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "pickled")
+    (tmp_path / "pickled" / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": torch.ones(2), "more": Runs()}, tmp_path / "pickled" / "pytorch_model.bin")
+    with pytest.raises(ModelError) as error:
+        build_model(str(tmp_path / "pickled"), model_of(id="x"), seed=0)
+    assert "a pickle with more than tensors" in line(error) and "safetensors" in line(error)
+    assert "weights_only" not in line(error) and "trust the source" not in line(error)
+
+
 def test_code_that_comes_with_a_model_is_not_run_unasked(tmp_path: Path) -> None:
     proof = tmp_path / "ran"
     folder = tiny_model_dir(tmp_path / "model")

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import torch.distributed as dist
 
 from drumline.algorithms.python.objective import FIELDS, OURS, PythonObjective
+from drumline.core.data import FileSource
 from drumline.core.load import Loaded, load, saved_config
 from drumline.core.plan import Plan
 from drumline.core.registry import _own
-from drumline.data.samples import SampleBatch, SampleCollator, Samples
+from drumline.data.fingerprint import what_changed
+from drumline.data.samples import SampleBatch, SampleCollator, Samples, collate_rows, identify_samples, read_samples
 from drumline.dist.reduce import Gather
 from drumline.errors import CheckpointError, ConfigError, DataError, DrumlineError, EnvironmentFault, UserError
 from drumline.telemetry.events import Eval, Event, Step
 from drumline.telemetry.trackers import MEMORY, open_sinks
+from drumline.train.command import prepare
 from drumline.train.setup import Request, make_plan
 from drumline.train.state import SQUARES
+from drumline.train.streams import open_samples
 from tests.checkpoint_ranks import run
 from tests.tiny import tiny_model_dir
 
@@ -92,6 +99,7 @@ def test_a_metric_takes_no_field_s_place() -> None:
 
 
 CODE = """
+from drumline.core.data import SourceSpec
 from drumline.strategies.single.spec import SingleStrategy
 from drumline.telemetry.trackers import Tracker
 import torch, uuid
@@ -114,6 +122,9 @@ def nothing(run):
 
 def works(run):
     return Tracker(uuid.UUID(int=7), lambda group, values, step: None, lambda: None)
+
+class Bare(SourceSpec):
+    kind: str = "bare"
 
 class Mine(SingleStrategy):
     kind: str = "mine"
@@ -140,8 +151,84 @@ def test_rows_that_raise(tmp_path: Path, sections: dict[str, Any]) -> None:
         rows = [{"kind": "python", "path": "own_code_of_a_test.py:rows"}]
         sections = {**sections, "model": {"id": str(tiny_model_dir(tmp_path / "model"))}, "data": {"train": rows, "max_length": 64}}
     request = Request(loaded(tmp_path, **sections), 1)
-    with pytest.raises(DrumlineError, match=r"reading own_code_of_a_test.py:rows raised NameError in own_code_of_a_test.py:14"):
+    with pytest.raises(DrumlineError, match=r"reading own_code_of_a_test.py:rows raised NameError in own_code_of_a_test.py:15"):
         make_plan(request, on_progress=lambda *_: None)
+
+
+def rows_of_each_kind(folder: Path) -> list[dict[str, Any]]:
+    """A source of each built-in kind that needs no network: three have the same two rows."""
+    rows = [{"x": [0.5, 1], "y": 1, "name": "a"}, {"x": [2, 3], "y": 0, "name": "b"}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    datasets.Dataset.from_list(rows).save_to_disk(folder / "saved")
+    with closing(sqlite3.connect(folder / "rows.db")) as connection:
+        connection.execute("CREATE TABLE rows (y INTEGER, name TEXT)")
+        connection.executemany("INSERT INTO rows VALUES (?, ?)", [(row["y"], row["name"]) for row in rows])
+        connection.commit()
+    return [
+        {"kind": "file", "path": "rows.jsonl"},
+        {"kind": "saved", "path": "saved"},
+        {"kind": "sql", "path": "rows.db", "query": "rows"},
+        {"kind": "digits", "limit": 2},
+    ]
+
+
+def test_rows_of_each_kind_are_samples(tmp_path: Path) -> None:
+    for source in rows_of_each_kind(tmp_path):
+        request = Request(loaded(tmp_path, data={"train": [source]}), 1)
+        plan = make_plan(request, on_progress=lambda *_: None)
+        assert plan.data is not None and plan.data.train_samples == 2
+        samples = open_samples(plan, plan.data.train_cache)
+        batch = plan.config.algorithm.collator(plan, None)(samples)([0, 1]).content
+        assert batch.keys() == samples[0].keys()
+        if "x" in batch:
+            assert torch.equal(batch["x"], torch.tensor([[0.5, 1], [2, 3]], dtype=torch.float64))
+        if "y" in batch:
+            assert torch.equal(batch["y"], torch.tensor([1, 0])) and batch["name"] == ["a", "b"]
+
+
+def test_a_changed_file_is_other_data(tmp_path: Path) -> None:
+    """Rows that are not among those that are compared count through the file."""
+    file, source = tmp_path / "rows.jsonl", [FileSource(path="rows.jsonl")]
+    file.write_text('{"y": 1}\n' * 100)
+    old = identify_samples(source, tmp_path, read_samples(source, tmp_path))
+    file.write_text('{"y": 1}\n' * 5 + '{"y": 2}\n' + '{"y": 1}\n' * 94)
+    new = identify_samples(source, tmp_path, read_samples(source, tmp_path))
+    assert "what gives the rows (a function or a file) has changed" in str(what_changed(old, new))
+
+
+@pytest.mark.parametrize(
+    ("rows", "line"),
+    [
+        ([{"x": [1, 2]}, {"x": [1]}], "the lists of column 'x' differ in their lengths"),
+        ([{"x": 1}, {"x": None}], "column 'x' is null in some rows"),
+        ([{"x": 1}, {"x": 1, "z": 2}], "not all rows have the column 'z'"),
+        ([{"x": 10**30}, {"x": 1}], "column 'x' makes no batch: "),
+        ([{"x": {"k": None}}, {"x": {"k": 1}}], "column 'x' makes no batch: "),
+    ],
+)
+def test_rows_that_make_no_batch(rows: list[dict[str, Any]], line: str) -> None:
+    with pytest.raises(DataError, match=r"name a function of yours as algorithm\.collate") as raised:
+        collate_rows(rows)
+    assert line in raised.value.line()
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ({"kind": "file", "path": "rows.jsonl", "columns": {"text": "x"}}, r"train\[0\].columns is for models of text"),
+        ({"kind": "sql", "url_env": "DATABASE", "query": "SELECT x FROM t"}, "add ORDER BY"),
+        ({"kind": "own_code_of_a_test.py:Bare"}, "Bare gives no rows — override `rows"),
+    ],
+)
+def test_sources_that_give_no_samples(tmp_path: Path, source: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        make_plan(Request(loaded(tmp_path, data={"train": [source]}), 1), on_progress=lambda *_: None)
+
+
+def test_prepare_says_that_there_is_nothing_to_prepare(tmp_path: Path) -> None:
+    loaded(tmp_path)
+    with pytest.raises(UserError, match="there is nothing to prepare"):
+        prepare(tmp_path / "mine.yaml", [])
 
 
 def test_trackers_that_are_none(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from drumline import cli
 from drumline.core.load import load
 from drumline.data.cache import TokenCache
 from drumline.data.prepare import prepare
-from drumline.data.preview import Reader, removed, visible
+from drumline.data.preview import Piece, Reader, removed, visible
 from drumline.train.preview import Options, View, histogram, shape_of
 from tests.harness import LETTERS, vision_rows, write_config, write_rows
 from tests.tiny import tiny_model_dir, tiny_vision_dir
@@ -56,7 +56,8 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: Any, code: int = 0) ->
 
 def learned(text: str) -> str:
     """What stands between the marks of a plain preview."""
-    return re.sub("[⟨⟩⏎\n]", "", "".join(re.findall("⟦(.*?)⟧", text, re.DOTALL)))
+    inside = "".join(re.findall("⟦(.*?)⟧", text, re.DOTALL))
+    return re.sub("[⏎\n]", "", re.sub("⟨(.*?)⟩", r"<|\1|>", inside))
 
 
 def test_what_is_marked_is_what_is_learned(config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,14 +76,14 @@ def test_counts_name_the_rows(config: Path, capsys: pytest.CaptureFixture[str]) 
     assert "6 rows\n" in text and "1 repeated: train.jsonl:2 (as train.jsonl:1)" in text and "1 with an empty answer: train.jsonl:3" in text
     assert "1 cut at 150 tokens: train.jsonl:4 (" in text and "1 left out, nothing to learn: train.jsonl:5\n" in text
     assert "over 150 █" in text and all(len(line) <= 80 for line in text.splitlines())
-    assert "train.jsonl:4 (cut at 40 of" in shown(capsys, config, "data.max_length=40")
+    assert "longer than 40 tokens: train.jsonl:" in shown(capsys, config, "data.max_length=40"), "no answer is left"
     assert "longer than 150 tokens: train.jsonl:4 (" in shown(capsys, config, "data.max_length=150", "data.truncation=drop")
 
 
 def test_a_row_shows_what_was_cut(config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "999")
     text = shown(capsys, config, "--row", "4", "data.truncation=left").partition("row 4")[2]
-    assert "of them cut off" in text and text.index("⟪⟨<|im_start|>⟩user") < text.index("⟫") < text.index("⟦")
+    assert "of them cut off" in text and text.index("⟪⟨im_start⟩user") < text.index("⟫") < text.index("⟦")
     assert "two" not in text
     assert shown(capsys, config, "--row", "7", code=2) == ""
 
@@ -141,6 +142,20 @@ def test_rows_that_cannot_be_used_come_after_the_rest(config: Path, capsys: pyte
     with pytest.raises(SystemExit):
         cli.main(["preview", str(config), "--html", str(config)])
     assert "is no page" in capsys.readouterr().err and "model:" in config.read_text()
+
+
+def test_one_reason_of_many_rows_comes_once(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(config.parent / "train.jsonl", [ROWS[0], *({"messages": [{"role": "user"}]} for _ in range(3))])
+    text = " ".join(shown(capsys, config, "--samples", "9", code=2).split())
+    assert text.count("has no text under 'content'") == 1 and "3 × row 2: messages[0] has no text" in text
+
+
+def test_colours_say_what_is_in_the_loss() -> None:
+    """What is not in the loss has one style, and what is has a background."""
+    view = View(Console(color_system="truecolor", force_terminal=True, no_color=False), Options())
+    words = view.text([Piece("a", "context"), Piece("b", "context"), Piece("c", "learned"), Piece("d", "learned")])
+    styles = [str(span.style) for span in words.spans]
+    assert styles == ["black on green", "black on bright_green"]
 
 
 def test_parts() -> None:

@@ -31,7 +31,9 @@ class PythonConfig(AlgorithmSpec):
     weight: PathText | None = Field(
         None, description="A function batch → what it adds to the loss's denominator; null: the number of its samples."
     )
-    collate: PathText | None = Field(None, description="A function: list of samples → batch; null: torch's default_collate.")
+    collate: PathText | None = Field(
+        None, description="A function: list of samples → batch; null: as torch's default_collate."
+    )
 
     @property
     def forms(self) -> Forms:
@@ -48,10 +50,8 @@ class PythonConfig(AlgorithmSpec):
         return PythonObjective(self.find("path", base_dir), self.path)
 
     def collator(self, plan: Plan, width: int | None) -> Callable[[Any], Callable[[list[int]], Any]]:
-        from torch.utils.data import default_collate
-
-        from drumline.data.samples import SampleCollator
+        from drumline.data.samples import SampleCollator, default_collate_of
 
         base = Path(plan.base_dir)
-        collate, weigh = self.find("collate", base) or default_collate, self.find("weight", base)
-        return lambda samples: SampleCollator(samples, collate, weigh)
+        collate, weigh = self.find("collate", base), self.find("weight", base)
+        return lambda samples: SampleCollator(samples, collate or default_collate_of(samples), weigh)
