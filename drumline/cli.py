@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from drumline import __version__, cli_data, cli_report, cli_runs, cli_scale
+from drumline import __version__, cli_data, cli_report, cli_runs, cli_scale, cli_usage
 from drumline.cli_runs import ConfigFile, Overrides, Trust
 from drumline.cli_runs import path_of as _path
 from drumline.core.output import let_go_of_output, lossy, say
@@ -27,6 +27,7 @@ app = typer.Typer(
     name="drumline",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    cls=cli_usage.Group,
     help="One YAML and one command train a model on however many devices there are.",
 )
 
@@ -37,6 +38,7 @@ def _place(text: str) -> str:
     return text
 
 
+_command = partial(app.command, cls=cli_usage.Command)
 _path_option = partial(typer.Option, parser=_path)
 TRUSTED = ["model.trust_remote_code=true"]
 
@@ -48,7 +50,7 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
         raise typer.Exit
 
 
-@app.command()
+@_command()
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -63,7 +65,9 @@ def train(
             help="Resume from the newest valid checkpoint, or from PATH: a checkpoint or run, its folder or URL.",
         ),
     ] = None,
-    allow: Annotated[str, typer.Option(metavar="KEYS", help="With --resume: config keys that may differ, comma-separated, or `all`.")] = "",
+    allow: Annotated[
+        str | None, typer.Option(metavar="KEYS", help="With --resume: config keys that may differ, comma-separated, or `all`.")
+    ] = None,
     trust_remote_code: Trust = False,
     detach: Annotated[bool, typer.Option("--detach", help="With a launcher that submits: do not wait for the end.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Also show the run on a page in the browser, as `drumline watch` does.")] = False,
@@ -75,14 +79,14 @@ def train(
     from drumline.train.command import train as run
 
     extra = [f"launch.nproc={nproc}"] * (nproc is not None) + [f"launch.max_restarts={max_restarts}"] * (max_restarts is not None)
-    allowed = tuple(key for key in allow.split(",") if key)
+    allowed = cli_usage.read_list(allow, "--allow", "optimizer.lr,run.steps")
     overrides = [*(overrides or []), *extra, *["launch.detach=true"] * detach, *TRUSTED * trust_remote_code]
     raise typer.Exit(
         run(config, overrides, resume=resume, allow=allowed, dry_run=dry_run, accelerate_config=accelerate_config, watch=watch)
     )
 
 
-@app.command()
+@_command()
 def launch(
     script: Annotated[Path, typer.Argument(parser=_path, metavar="SCRIPT.py", help="A Python file that has a drumline.session.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]...", help="Arguments passed to the script.")] = None,
@@ -101,7 +105,7 @@ def launch(
     raise typer.Exit(run(script, arguments or [], nproc, max_restarts))
 
 
-@app.command()
+@_command()
 def plan(
     config: Annotated[Path | None, typer.Argument(parser=_path, metavar="[CONFIG.yaml]", help="Or use the flags below.")] = None,
     overrides: Overrides = None,
@@ -157,7 +161,7 @@ def plan(
     raise typer.Exit(run(options))
 
 
-@app.command()
+@_command()
 def init(
     config: Annotated[
         Path, typer.Argument(parser=_path, metavar="[NEW.yaml]", help="The file to write; an existing file is never overwritten.")
@@ -179,10 +183,10 @@ def init(
 
 
 for _data_command in cli_data.COMMANDS:
-    app.command()(_data_command)
+    _command()(_data_command)
 
 
-@app.command()
+@_command()
 def export(
     run: Annotated[str, typer.Argument(parser=_place, metavar="RUN", help="A run folder, or the URL of a run (its checkpoint.url).")],
     to: Annotated[Path, _path_option(help="The folder to write.")],
@@ -197,7 +201,7 @@ def export(
     run_export(run, to, which, dtype, adapter, trust_remote_code)
 
 
-@app.command()
+@_command()
 def chat(
     place: Annotated[str, typer.Argument(parser=_place, metavar="RUN", help="A run folder, a Hugging Face folder, or a hub id.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 512,
@@ -214,7 +218,7 @@ def chat(
     run(place, max_new_tokens, temperature, system, trust_remote_code)
 
 
-@app.command(name="eval")
+@_command(name="eval")
 def evaluate(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -227,27 +231,30 @@ def evaluate(
         ),
     ] = None,
     generate: Annotated[int | None, typer.Option(min=1, metavar="N", help="sft: answer N held-out prompts with greedy decoding.")] = None,
-    lm_eval: Annotated[str, typer.Option(metavar="TASKS", help="Comma-separated tasks of lm-eval; CONFIG may then be a run folder.")] = "",
+    lm_eval: Annotated[
+        str | None, typer.Option(metavar="TASKS", help="Comma-separated tasks of lm-eval; CONFIG may then be a run folder.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With --lm-eval: questions per task.")] = None,
     include_path: Annotated[Path | None, _path_option(help="With --lm-eval: a folder with more task YAMLs.")] = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Evaluate a checkpoint on the held-out set, with the strategy of CONFIG. Metrics are also written to RUN/eval.json."""
     overrides = [*(overrides or []), *TRUSTED * trust_remote_code]
-    if generate and lm_eval:
+    tasks = cli_usage.read_list(lm_eval, "--lm-eval", "arc_easy,hellaswag")
+    if generate and tasks:
         raise UserError("--generate and --lm-eval are two evaluations", where="drumline eval", fix="give one at a time")
-    if not lm_eval and (limit is not None or include_path is not None):
+    if not tasks and (limit is not None or include_path is not None):
         raise UserError("--limit and --include-path are of --lm-eval", where="drumline eval", fix="name its tasks, or leave them out")
     with ExitStack() as stack:
         early = None
-        if not lm_eval and not generate:
+        if not tasks and not generate:
             # Before the imports below: the ranks are forks of this process and share them.
             early = stack.enter_context(_early_ranks(config, overrides))
         from drumline.inference import evaluate as by
 
         place = stack.enter_context(by.placed(checkpoint, config, overrides))
-        if lm_eval:
-            raise typer.Exit(by.harness(config, overrides, place, lm_eval.split(","), limit, include_path))
+        if tasks:
+            raise typer.Exit(by.harness(config, overrides, place, tasks, limit, include_path))
         if generate:
             raise typer.Exit(by.answers(config, overrides, place, generate))
         raise typer.Exit(by.evaluate(config, overrides, place, early))
@@ -261,11 +268,13 @@ def _early_ranks(config_path: Path, overrides: list[str]) -> EarlyRanks:
     return EarlyRanks(load(config_path, overrides).config)
 
 
-@app.command()
+@_command()
 def verify(
     config: ConfigFile,
     overrides: Overrides = None,
-    strategies: Annotated[str, typer.Option(metavar="LIST", help="Comma-separated: `ddp,fsdp2 tp=2`. Default: the common ones.")] = "",
+    strategies: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Comma-separated: `ddp,fsdp2 tp=2`. Default: the common ones.")
+    ] = None,
     nproc: Annotated[int, typer.Option(min=1, help="Processes per strategy.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps per run.")] = 3,
     tolerance: Annotated[float, typer.Option(min=0.0, help="Largest relative difference that counts as equal.")] = 1e-5,
@@ -274,11 +283,11 @@ def verify(
     """Train a few steps on one process and with each strategy; compare losses, gradient norms, weights and moments."""
     from drumline.bench.verify import verify as run
 
-    wanted = [name.strip() for name in strategies.split(",") if name.strip()]
-    raise typer.Exit(run(config, overrides or [], wanted, steps, nproc, tolerance, keep))
+    wanted = cli_usage.read_list(strategies, "--strategies", "ddp,fsdp2")
+    raise typer.Exit(run(config, overrides or [], list(wanted), steps, nproc, tolerance, keep))
 
 
-@app.command()
+@_command()
 def calibrate(
     quick: Annotated[bool, typer.Option("--quick", help="Take fewer and smaller measurements: seconds instead of minutes.")] = False,
     nproc: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one per GPU; without GPUs one per core, 2 to 8.")] = None,
@@ -290,7 +299,7 @@ def calibrate(
     raise typer.Exit(run(quick, nproc, out))
 
 
-@app.command()
+@_command()
 def doctor(
     place: Annotated[
         str | None, typer.Argument(parser=_place, metavar="[CONFIG.yaml|RUN|LOG|-]", help="A config: before a run. A run or log: after it.")
@@ -304,7 +313,7 @@ def doctor(
     raise typer.Exit(run(place, bandwidth, as_json))
 
 
-@app.command()
+@_command()
 def strategies(
     device: Annotated[str, typer.Option(help="cpu or cuda; some combinations require a GPU.")] = "cuda",
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
@@ -317,7 +326,7 @@ def strategies(
     print((as_markdown if markdown else as_text)(device))
 
 
-@app.command()
+@_command()
 def schema() -> None:
     """Print the JSON Schema of the YAML, for editors."""
     import json
@@ -327,8 +336,8 @@ def schema() -> None:
     print(json.dumps(json_schema(), indent=2))
 
 
-for _command in (*cli_runs.COMMANDS, *cli_report.COMMANDS, *cli_scale.COMMANDS):
-    app.command()(_command)
+for _other_command in (*cli_runs.COMMANDS, *cli_report.COMMANDS, *cli_scale.COMMANDS):
+    _command()(_other_command)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -374,8 +383,10 @@ def _main(given: list[str]) -> None:
 
 
 def _report(error: DrumlineError) -> int:
-    """Print an error's line. Returns its exit code."""
+    """Print an error's line, and its notes below it. Returns its exit code."""
     say(f"error: {redact(error.line())}")
+    for note in getattr(error, "__notes__", ()):  # more mistakes of the same file
+        say(f"       {redact(note)}")
     return error.exit_code
 
 
@@ -390,17 +401,23 @@ def _report_bug(error: Exception) -> int:
 
 
 def _run(arguments: list[str], speaks: bool) -> None:
-    """`speaks`: this rank reports a mistake on the command line. Under another launcher all ranks make the same one."""
+    """Run a command; a mistake in its usage is a UserError. `speaks`: this rank reports it. Under another launcher all ranks make the
+    same mistake, and the others end without a word."""
     from drumline.launchers.environment import first_rank_reports
 
-    if speaks:
-        app(arguments)
-        return
     try:
-        raise SystemExit(app(arguments, standalone_mode=False) or 0)
-    except typer.BadParameter.__base__:  # type: ignore[misc]  # typer exports only subclasses of this
-        with first_rank_reports():
+        code = app(arguments, standalone_mode=False)
+    except typer.Abort as abort:  # typer's name for an EOFError that nobody expected
+        raise (abort.__cause__ or abort) from None
+    except (cli_usage.UsageMistake, cli_usage.UsageError) as error:
+        if not arguments:  # typer's error is the help itself
+            say(error.format_message())  # type: ignore[union-attr]  # of typer's own class
             raise SystemExit(UserError.exit_code) from None
+        if not speaks:
+            with first_rank_reports():
+                raise SystemExit(UserError.exit_code) from None
+        raise (error if isinstance(error, UserError) else cli_usage.one_line(error)) from None
+    raise SystemExit(code or 0)
 
 
 def _own(arguments: list[str]) -> list[str]:

@@ -13,6 +13,8 @@ from drumline.foreign import path_mistake
 
 def path_of(given: str | Path) -> Path:
     """The parser of every path on the command line, which is asked about a default, too."""
+    if not str(given):
+        raise UserError("an empty path given", where="drumline", fix="name a file or folder; is a variable of the shell empty?")
     if mistake := path_mistake(str(given)):
         raise UserError(mistake, where=str(given), fix="shorten it")
     return Path(given)
