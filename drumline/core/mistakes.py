@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from drumline.core.config import Config
 from drumline.core.registry import Spec, kinds, literal_kinds, nearest
-from drumline.core.section import Short
+from drumline.core.section import Short, null_means_default
 from drumline.core.yaml_lines import Place
 from drumline.errors import ConfigError
 
@@ -189,7 +189,7 @@ def _mend(given: Any, wanted: str, place: Place) -> str:
         return "put [ ] around it" if not isinstance(given, dict) else "begin each item with `- `"
     if wanted == "keys and values":
         if len(models_at(place)) > 1 and (there := kinds_at(place)):
-            return f"write {{kind: …}}; there are {', '.join(there)}"
+            return f"write {{kind: …}}, with a kind of {', '.join(there)}"
         known = f"known keys: {', '.join(keys_at(place))}" if keys_at(place) else "write {key: value}"
         return f"leave it out, or give it some; {known}" if given is None and place != ("data",) else known
     return _default(place)
@@ -214,7 +214,7 @@ def _missing(place: Place) -> tuple[str, str]:
 
 def _no_kind(error: str, given: Any, place: Place) -> tuple[str, str]:
     kinds = kinds_at(place)
-    there = f"there are {', '.join(kinds)}"
+    there = f"choose one of {', '.join(kinds)}"
     if error == "union_tag_invalid":
         tag = given.get("kind") if isinstance(given, dict) else given
         guess = nearest(str(tag), kinds)
@@ -343,6 +343,13 @@ def field_at(place: Place) -> FieldInfo | None:
     """The field of the schema at a place; None where there is none."""
     found = [model.model_fields[place[-1]] for model in models_at(place[:-1]) if place[-1] in model.model_fields] if place else []
     return found[0] if found else None
+
+
+def null_means_default_at(place: Place, kind: str | None) -> bool:
+    """Whether null at a place only means its default, in each section that may stand around it (of `kind`, where that is known)."""
+    around = [model for model in models_at(place[:-1]) if kind is None or kind_of(model) in (None, kind)]
+    fields = [model.model_fields[place[-1]] for model in around if place[-1] in model.model_fields]
+    return bool(fields) and all(null_means_default(field) for field in fields)
 
 
 def short_at(place: Place) -> Short | None:
