@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from drumline import __version__, cli_data, cli_report, cli_runs, cli_scale, cli_usage
-from drumline.cli_runs import ConfigFile, Overrides, Trust
+from drumline.cli_runs import ConfigFile, Overrides, Trust, existing_or_url, existing_path, model_place
 from drumline.cli_runs import path_of as _path
 from drumline.core.output import let_go_of_output, lossy, say
 from drumline.core.redact import redact
@@ -109,7 +109,7 @@ def launch(
 def plan(
     config: Annotated[Path | None, typer.Argument(parser=_path, metavar="[CONFIG.yaml]", help="Or use the flags below.")] = None,
     overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(parser=_place, help="A name such as llama-3.1-8b, a folder, or a hub id.")] = None,
+    model: Annotated[str | None, typer.Option(parser=model_place, help="A name such as llama-3.1-8b, a folder, or a hub id.")] = None,
     cluster: Annotated[str | None, typer.Option(metavar="SPEC", help="4x4090, 8xh100-80g, 4x8xa100-80g. Default: this machine.")] = None,
     length: Annotated[int | None, typer.Option(min=2, help="Maximum tokens per training row.")] = None,
     adapter: Annotated[str | None, typer.Option(help="lora, qlora or none.")] = None,
@@ -136,7 +136,7 @@ def plan(
     probe: Annotated[
         bool, typer.Option("--probe", help="Run the best two plans here for a few steps, and correct all estimates by the result.")
     ] = False,
-    check: Annotated[Path | None, _path_option(metavar="RUN", help="Compare what a run measured with what its plan predicted.")] = None,
+    check: Annotated[Path | None, typer.Option(parser=existing_path, metavar="RUN", help="Compare what a run measured with what its plan predicted.")] = None,
 ) -> None:
     """Predict which strategies fit, how fast they are and why, without a launch, weights or data."""
     if check is not None:
@@ -166,7 +166,7 @@ def init(
     config: Annotated[
         Path, typer.Argument(parser=_path, metavar="[NEW.yaml]", help="The file to write; an existing file is never overwritten.")
     ] = Path("drumline.yaml"),
-    model: Annotated[str | None, typer.Option(parser=_place, help="A name such as llama-3.1-8b, a folder, or a hub id.")] = None,
+    model: Annotated[str | None, typer.Option(parser=model_place, help="A name such as llama-3.1-8b, a folder, or a hub id.")] = None,
     algorithm: Annotated[str | None, typer.Option(help="What is learned, such as sft, dpo or grpo; `drumline schema` has all.")] = None,
     data: Annotated[str | None, typer.Option(parser=_place, help="A file, a folder, hub:OWNER/NAME, tasks:NAME,NAME or digits.")] = None,
     cluster: Annotated[str | None, typer.Option(metavar="SPEC", help="here, 4x4090, 8xh100-80g, 4x8xa100-80g.")] = None,
@@ -188,7 +188,7 @@ for _data_command in cli_data.COMMANDS:
 
 @_command()
 def export(
-    run: Annotated[str, typer.Argument(parser=_place, metavar="RUN", help="A run folder, or the URL of a run (its checkpoint.url).")],
+    run: Annotated[str, typer.Argument(parser=existing_or_url, metavar="RUN", help="A run folder, or the URL of a run (its checkpoint.url).")],
     to: Annotated[Path, _path_option(help="The folder to write.")],
     which: Annotated[str, typer.Option(help="last, best, or a step number.")] = "best",
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: as checkpoint.export_dtype of the run.")] = "auto",
@@ -203,7 +203,7 @@ def export(
 
 @_command()
 def chat(
-    place: Annotated[str, typer.Argument(parser=_place, metavar="RUN", help="A run folder, a Hugging Face folder, or a hub id.")],
+    place: Annotated[str, typer.Argument(parser=model_place, metavar="RUN", help="A run folder, a Hugging Face folder, or a hub id.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 takes the most likely token each time.")] = 0.7,
     system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
@@ -225,7 +225,7 @@ def evaluate(
     checkpoint: Annotated[
         str | None,
         typer.Option(
-            parser=_place,
+            parser=existing_or_url,
             metavar="PATH",
             help="A checkpoint or run (folder or URL), or a Hugging Face folder. Default: the run's best, else its newest.",
         ),
