@@ -315,15 +315,23 @@ def doctor(
 
 @_command()
 def strategies(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One strategy: why it does not go with an option.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; some combinations require a GPU.")] = "cuda",
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
 ) -> None:
     """Print which features each strategy supports: tensor, context and pipeline parallelism, LoRA, offload and more."""
-    from drumline.core.matrix import as_markdown, as_text
+    from drumline.core.matrix import as_markdown, as_text, as_text_of
 
     if device not in ("cpu", "cuda"):
         raise UserError(f"no device {device!r}", where="--device", fix="cpu or cuda")
-    print((as_markdown if markdown else as_text)(device))
+    if name is not None and markdown:
+        raise UserError("the Markdown table is of all strategies", where="--markdown", fix="leave it out, or the name")
+    if name is not None:
+        print(as_text_of(name, device))
+    elif markdown:
+        print(as_markdown(device))
+    else:
+        print(as_text(device))
 
 
 @_command()

@@ -22,13 +22,13 @@ from drumline.core.data import DigitsSource, FileSource, SavedSource, SourceSpec
 from drumline.core.load import Loaded, load_text, schema
 from drumline.core.registry import kinds_alone
 from drumline.core.urls import is_url
-from drumline.errors import EnvironmentFault, UserError
+from drumline.errors import EnvironmentFault, PlanError, UserError
 from drumline.foreign import disk_errors, expanded, read_object
 from drumline.models.shapes import find
 from drumline.planner.question import ADAPTERS, Flags, Found, ask, find_model, mistakes_by_flag
 from drumline.planner.report.output import SCHEMA, file, why
 from drumline.planner.search.advice import STEP, nothing_fits, refusal
-from drumline.planner.search.search import search
+from drumline.planner.search.search import Answer, search
 from drumline.report.bars import OnProgress, bars
 
 BATCH = 32  # samples, or the next multiple of the devices
@@ -59,28 +59,19 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
     if not path.absolute().parent.is_dir():
         raise EnvironmentFault("no such folder", where=str(path.parent), fix="make it, or name another")
     console = Console(stderr=True, highlight=False)
-    config = _config(answers, path) if yes else _interview(answers, path, console)
-    with bars(console) as on_progress:
-        model = find_model(config.model, on_progress)
-        name = config.model.id
-        if model.path is None and name is not None and "/" not in name and (known := find(name)) is not None:
-            hub = f"write its id on the hub, OWNER/NAME; it has the shape of {known.id}"
-            fix = hub if known.id != name else "its weights were never published"
-            raise UserError(f"where the weights of {name!r} are is not known", where="--model", fix=fix)
-        first_rows = look(config, model, path.absolute().parent, on_progress)
-        text_config = None if config.images_alone else model.hf_config.get_text_config()
-        config = fitted(config, first_rows, getattr(text_config, "max_position_embeddings", None))
-        request = ask(Loaded(config, path, path.parent), on_progress)
-    for note in request.notes:
-        console.print(f"note: {note}", soft_wrap=True, markup=False)
-    question, devices = request.question, request.question.cluster.world_size
-    if not question.config.batch.model_fields_set:
-        by = math.lcm(devices, question.config.algorithm.samples_in_turn)
-        batch = BatchConfig(global_samples=-(-BATCH // by) * by)
-        question = replace(question, config=question.config.model_copy(update={"batch": batch}))
-    answer = search(question)
-    if not answer.ranked:
-        raise refusal(answer, nothing_fits(answer))
+    full = answers if yes else _interview(answers, path, console)
+    while True:
+        try:
+            answer, first_rows = _planned(full, path, console)
+            break
+        except PlanError as error:
+            is_asked = not yes and sys.stdin.isatty() and None in (answers.cluster, answers.adapter)
+            if not is_asked:
+                raise
+            _show_mistake(error, console)
+            # Nothing fits: what decides that is asked again, unless a flag gave it.
+            full = replace(full, cluster=answers.cluster, adapter=answers.adapter, length=answers.length)
+            full = _interview(full, path, console)
     text = file(answer, str(path))
     load_text(text, [], str(path))  # what is written can be read
     with disk_errors("cannot be written", str(path), EnvironmentFault, "choose another place"):
@@ -96,6 +87,43 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
     return 0
 
 
+def _planned(answers: Answers, path: Path, console: Console) -> tuple[Answer, FirstRows | None]:
+    """The plans for these answers, and the first rows of the data. Raises UserError for an answer that cannot be, PlanError where nothing
+    fits."""
+    config = _config(answers, path)
+    with bars(console) as on_progress:
+        model = _model_of(config, on_progress)
+        first_rows = look(config, model, path.absolute().parent, on_progress)
+        text_config = None if config.images_alone else model.hf_config.get_text_config()
+        config = fitted(config, first_rows, getattr(text_config, "max_position_embeddings", None))
+        request = ask(Loaded(config, path, path.parent), on_progress)
+    for note in request.notes:
+        console.print(f"note: {note}", soft_wrap=True, markup=False)
+    question, devices = request.question, request.question.cluster.world_size
+    if not question.config.batch.model_fields_set:
+        by = math.lcm(devices, question.config.algorithm.samples_in_turn)
+        batch = BatchConfig(global_samples=-(-BATCH // by) * by)
+        question = replace(question, config=question.config.model_copy(update={"batch": batch}))
+    answer = search(question)
+    if not answer.ranked:
+        raise refusal(answer, nothing_fits(answer))
+    return answer, first_rows
+
+
+def _model_of(config: Config, on_progress: OnProgress) -> Found:
+    """The model, whose weights can be had. Raises UserError where only the shape of a model with this name is known."""
+    model = find_model(config.model, on_progress)
+    name = config.model.id
+    if model.path is None and name is not None and "/" not in name:
+        known = find(name)
+        if known is not None:
+            fix = "its weights were never published"
+            if known.id != name:
+                fix = f"write its id on the hub, OWNER/NAME; it has the shape of {known.id}"
+            raise UserError(f"where the weights of {name!r} are is not known", where="--model", fix=fix)
+    return model
+
+
 def _write_schema(path: Path) -> str:
     """Write the schema, also over an older one of Drumline's, but over nothing else; what is to be said of it."""
     made = schema()
@@ -106,10 +134,12 @@ def _write_schema(path: Path) -> str:
     return f"; {path.name} beside it is not Drumline's, and stays as it is"
 
 
-def _interview(answers: Answers, path: Path, console: Console) -> Config:
-    """The config of all answers; each question that no flag answers is put. After a wrong answer a terminal gets it again; else the
-    command ends."""
+def _interview(answers: Answers, path: Path, console: Console) -> Answers:
+    """Return the answers to all questions; each that no flag answers is put. After a wrong answer a terminal gets it again; else the
+    command ends. Raises UserError for a wrong flag before any question is put."""
     for number, (field, (default, question)) in enumerate(QUESTIONS.items(), start=1):
+        if getattr(answers, field) is not None:
+            _check_answer(field, _config(answers, path), path)
         text = question.format(algorithms=", ".join(kinds_alone(AlgorithmSpec)))
         usual = f"full {answers.length}" if field == "adapter" and answers.length else default
         while getattr(answers, field) is None:
@@ -121,15 +151,26 @@ def _interview(answers: Answers, path: Path, console: Console) -> Config:
                 raise UserError(f"no answer to: {text}", where="stdin", fix=f"answer it, or give it by flags: {flags} --yes") from None
             try:
                 more = replace(answers, **_parsed(field, typed))
-                config = _config(more, path)
-                if field == "model":
-                    _ = find_model(config.model, lambda *_: None).hf_config  # a wrong value in it is a wrong answer
+                _check_answer(field, _config(more, path), path)
                 answers = more
             except UserError as error:
                 if not sys.stdin.isatty():
                     raise
-                console.print(f"     {error.line()}", markup=False, soft_wrap=True, style="red")
-    return _config(answers, path)
+                _show_mistake(error, console)
+    return answers
+
+
+def _check_answer(field: str, config: Config, path: Path) -> None:
+    """Raise UserError for an answer that turns out to be wrong where it is used: a model's files, or the rows of the data."""
+    if field in ("model", "data"):
+        model = _model_of(config, lambda *_: None)
+        _ = model.hf_config
+    if field == "data":
+        look(config, model, path.absolute().parent, lambda *_: None)
+
+
+def _show_mistake(error: UserError, console: Console) -> None:
+    console.print(f"     {error.line()}", markup=False, soft_wrap=True, style="red")
 
 
 def _parsed(field: str, typed: str) -> dict[str, Any]:
