@@ -56,7 +56,10 @@ def train(
     overrides: Overrides = None,
     nproc: Annotated[int | None, typer.Option(help="Processes on this machine (default: one per GPU, or 1).")] = None,
     max_restarts: Annotated[int | None, typer.Option(help="Restarts after a rank fails (launch.max_restarts).")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and plan; start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan, and what differs from the defaults; start nothing.")
+    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="With --dry-run: print every key.")] = False,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -78,12 +81,22 @@ def train(
     """Plan, prepare the data, launch and train. CONFIG may also be of accelerate, DeepSpeed or transformers: see `drumline convert`."""
     from drumline.train.command import train as run
 
+    if everything and not dry_run:
+        raise UserError("it is of --dry-run", where="--all", fix="add --dry-run, or leave it out")
     extra = [f"launch.nproc={nproc}"] * (nproc is not None) + [f"launch.max_restarts={max_restarts}"] * (max_restarts is not None)
     allowed = cli_usage.read_list(allow, "--allow", "optimizer.lr,run.steps")
     overrides = [*(overrides or []), *extra, *["launch.detach=true"] * detach, *TRUSTED * trust_remote_code]
-    raise typer.Exit(
-        run(config, overrides, resume=resume, allow=allowed, dry_run=dry_run, accelerate_config=accelerate_config, watch=watch)
+    code = run(
+        config,
+        overrides,
+        resume=resume,
+        allow=allowed,
+        dry_run=dry_run,
+        accelerate_config=accelerate_config,
+        watch=watch,
+        everything=everything,
     )
+    raise typer.Exit(code)
 
 
 @_command()

@@ -326,6 +326,25 @@ def to_yaml(config: Config) -> str:
     return write_yaml(config.model_dump(mode="json"))
 
 
+def changed_values(config: Config) -> dict[str, Any]:
+    """The keys that are not at their defaults, and the kind of each section that has such keys. Read again, they give the same config."""
+    full = config.model_dump(mode="json")
+    values: dict[str, Any] = _with_kinds(config.model_dump(mode="json", exclude_defaults=True), full)
+    for name, default in config.algorithm.best_by.items():  # defaults that come with the algorithm
+        if full["eval"][name] != default:
+            values.setdefault("eval", {})[name] = full["eval"][name]
+    return values
+
+
+def _with_kinds(changed: Any, full: Any) -> Any:
+    if isinstance(changed, list):
+        return [_with_kinds(*pair) for pair in zip(changed, full, strict=True)]
+    if not isinstance(changed, dict):
+        return changed
+    kind = {"kind": full["kind"]} if "kind" in full else {}
+    return {**kind, **{key: _with_kinds(value, full[key]) for key, value in changed.items()}}
+
+
 # What may change when a run goes on; everything else decides the numbers.
 FREE = (
     "strategy", "launch", "cluster", "checkpoint", "health", "memory", "compile",

@@ -86,6 +86,9 @@ def as_text(device: str) -> str:
     for kind in strategies():
         supported = [option for option, row in table.items() if not row[kind][0]]
         lines.append(_beside(kind, _listed(supported), left))
+    unsupported = [option for option, row in table.items() if all(reason for reason, _ in row.values())]
+    if unsupported:
+        lines.append(_beside("none of them", _listed(unsupported), left))
     lines += ["", "`drumline strategies NAME` says why it lacks an option, and what to use instead."]
     for group in GROUPS:
         offered = [f"{name} ({package_of(point)})" for name, point in entry_points(group).items()]

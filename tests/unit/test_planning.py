@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from drumline.core.load import load
+from drumline.core.load import load, load_text
 from drumline.errors import PlanError
 from drumline.hardware.detect import Device, Machine
 from drumline.planner.question import Flags, ask, load_with_flags
@@ -59,7 +59,9 @@ def test_a_yaml_gets_the_command_that_trains_it(run: Run, model: Path, tmp_path:
     command = re.search(r"^  drumline (train .*)$", out, re.M)
     assert command is not None
     code, out, _ = run(*shlex.split(command[1]), "--dry-run")
-    assert code == 0 and "global batch" not in out.splitlines()[0]
+    assert code == 0 and out.startswith("# ") and "max_grad_norm" not in out and len(out.splitlines()) < 60
+    _, full, _ = run(*shlex.split(command[1]), "--dry-run", "--all")
+    assert "max_grad_norm: 1.0" in full and load_text(full, []) == load_text(out, []), "what is left out are defaults"
 
 
 def test_the_command_says_what_was_said_beside_the_yaml(run: Run, model: Path, tmp_path: Path) -> None:
