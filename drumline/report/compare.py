@@ -272,8 +272,8 @@ def _table(headers: list[str], rows: Sequence[tuple[str, ...]]) -> Table:
     cells = [[printable(redact(cell)) for cell in row] for row in rows]
     table = Table(box=box.SIMPLE_HEAD)
     for place, header in enumerate(headers):
-        words = [word for row in cells for word in row[place].split()]
-        longest = max(map(len, [header, *words]))
+        column = " ".join([header, *(row[place] for row in cells)])
+        longest = max(map(len, column.split()))
         table.add_column(header, overflow="fold", min_width=min(longest, MOST_NAME if place == 0 else MOST_WORD))
     for row in cells:
         table.add_row(*map(Text, row))
