@@ -56,9 +56,7 @@ def train(
     overrides: Overrides = None,
     nproc: Annotated[int | None, typer.Option(help="Processes on this machine (default: one per GPU, or 1).")] = None,
     max_restarts: Annotated[int | None, typer.Option(help="Restarts after a rank fails (launch.max_restarts).")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan, and what differs from the defaults; start nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, and what differs from the defaults; start nothing.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="With --dry-run: print every key.")] = False,
     resume: Annotated[
         str | None,
@@ -149,7 +147,9 @@ def plan(
     probe: Annotated[
         bool, typer.Option("--probe", help="Run the best two plans here for a few steps, and correct all estimates by the result.")
     ] = False,
-    check: Annotated[Path | None, typer.Option(parser=existing_path, metavar="RUN", help="Compare what a run measured with what its plan predicted.")] = None,
+    check: Annotated[
+        Path | None, typer.Option(parser=existing_path, metavar="RUN", help="Compare what a run measured with what its plan predicted.")
+    ] = None,
 ) -> None:
     """Predict which strategies fit, how fast they are and why, without a launch, weights or data."""
     if check is not None:
@@ -201,7 +201,9 @@ for _data_command in cli_data.COMMANDS:
 
 @_command()
 def export(
-    run: Annotated[str, typer.Argument(parser=existing_or_url, metavar="RUN", help="A run folder, or the URL of a run (its checkpoint.url).")],
+    run: Annotated[
+        str, typer.Argument(parser=existing_or_url, metavar="RUN", help="A run folder, or the URL of a run (its checkpoint.url).")
+    ],
     to: Annotated[Path, _path_option(help="The folder to write.")],
     which: Annotated[str, typer.Option(help="last, best, or a step number.")] = "best",
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: as checkpoint.export_dtype of the run.")] = "auto",

@@ -23,11 +23,16 @@ def path_of(given: str | Path) -> Path:
     return Path(given)
 
 
+def is_there(path: Path) -> bool:
+    """Whether a path exists, be it as a link that leads nowhere."""
+    return os.path.lexists(path)
+
+
 def existing_path(given: str | Path) -> Path:
     """The parser of a path that must be there. Raises UserError, with a similar name beside it where there is one."""
     path = path_of(given)
     found = expanded(str(path))
-    if os.path.lexists(found):
+    if is_there(found):
         return path
     try:
         beside = [entry.name for entry in found.absolute().parent.iterdir()]

@@ -69,7 +69,7 @@ def first_mistake(error: ValidationError, where: Where = dotted) -> ConfigError:
     places = [place for place in by_place if place not in sections]
     more = len(places) - 1
     remark = f" (and {more} more mistake{'s' * (more > 1)})" if more else ""
-    mistakes = []
+    mistakes: list[ConfigError] = []
     for place in places[:MOST_SHOWN]:
         what, fix = _describe(_nearest(by_place[place]), place, kinds_by_place[place])
         if not mistakes:

@@ -65,8 +65,8 @@ class Section(BaseModel):
         """The schema, with null among the values of each key that null leaves at its default."""
         made = handler(schema)
         properties = handler.resolve_ref_schema(made).get("properties", {})
-        for name, field in cls.model_fields.items():
-            if name in properties and null_means_default(field):
+        for name, info in cls.model_fields.items():
+            if name in properties and null_means_default(info):
                 properties[name] = _or_null(properties[name])
         return made
 
@@ -85,7 +85,7 @@ def null_means_default(field: FieldInfo) -> bool:
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema of a key, to which null is added."""
-    about = {key: schema[key] for key in ("description", "title", "default") if key in schema}
+    about: dict[str, Any] = {key: schema[key] for key in ("description", "title", "default") if key in schema}
     values = {key: value for key, value in schema.items() if key not in about}
     choices = values["anyOf"] if list(values) == ["anyOf"] else [values]
     return {"anyOf": [*choices, {"type": "null"}], **about}

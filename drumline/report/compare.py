@@ -116,7 +116,7 @@ def _runs(folder: Path) -> list[RunFacts]:
 
 
 def _differences(a: list[RunFacts], b: list[RunFacts]) -> list[tuple[str, str, str]]:
-    """Key, and what each side has, of the keys that differ. A section whose kinds differ is one row, with the keys that only one kind has."""
+    """Key, and what each side has, of the keys that differ. A section whose kinds differ is one row, with the keys that one kind has."""
     rows: dict[str, tuple[str, str]] = {}
     for key in dict.fromkeys(key for run in (*a, *b) for key in run.config):
         one, other = _values(key, a), _values(key, b)
