@@ -308,7 +308,7 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
         ["--model", "gpt2", "cluster={device: 4090, per_node: 4, intra: nvlink4}"], ["4090 has no nvlink4", "pcie4"],
     ),
     "unknown model": (["--model", "lama-3.1-8b"], ["lama-3.1-8b", "did you mean llama-3.1-8b", "model.shape={layers: 32"]),
-    "no such folder": (["--model", "/no/such"], ["/no/such", "no such folder"]),
+    "no such folder": (["--model", "/no/such"], ["/no/such", "no such file or folder"]),
     "shape that does not divide": (
         ["model.shape={layers: 2, hidden: 30, heads: 4, vocabulary: 64}"], ["model.shape", "no multiple of heads"],
     ),
