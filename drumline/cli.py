@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from drumline import __version__, cli_data, cli_report, cli_runs, cli_scale
-from drumline.cli_runs import ConfigFile, Overrides, Trust
+from drumline import __version__, cli_data, cli_report, cli_runs, cli_scale, cli_usage
+from drumline.cli_runs import ConfigFile, Overrides, Trust, existing_or_url, existing_path, model_place
 from drumline.cli_runs import path_of as _path
 from drumline.core.output import let_go_of_output, lossy, say
 from drumline.core.redact import redact
@@ -27,6 +27,7 @@ app = typer.Typer(
     name="drumline",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    cls=cli_usage.Group,
     help="One YAML and one command train a model on however many devices there are.",
 )
 
@@ -37,6 +38,7 @@ def _place(text: str) -> str:
     return text
 
 
+_command = partial(app.command, cls=cli_usage.Command)
 _path_option = partial(typer.Option, parser=_path)
 TRUSTED = ["model.trust_remote_code=true"]
 
@@ -48,13 +50,14 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
         raise typer.Exit
 
 
-@app.command()
+@_command()
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
     nproc: Annotated[int | None, typer.Option(help="Processes on this machine (default: one per GPU, or 1).")] = None,
     max_restarts: Annotated[int | None, typer.Option(help="Restarts after a rank fails (launch.max_restarts).")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and plan; start nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, and what differs from the defaults; start nothing.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="With --dry-run: print every key.")] = False,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -63,7 +66,9 @@ def train(
             help="Resume from the newest valid checkpoint, or from PATH: a checkpoint or run, its folder or URL.",
         ),
     ] = None,
-    allow: Annotated[str, typer.Option(metavar="KEYS", help="With --resume: config keys that may differ, comma-separated, or `all`.")] = "",
+    allow: Annotated[
+        str | None, typer.Option(metavar="KEYS", help="With --resume: config keys that may differ, comma-separated, or `all`.")
+    ] = None,
     trust_remote_code: Trust = False,
     detach: Annotated[bool, typer.Option("--detach", help="With a launcher that submits: do not wait for the end.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Also show the run on a page in the browser, as `drumline watch` does.")] = False,
@@ -74,15 +79,25 @@ def train(
     """Plan, prepare the data, launch and train. CONFIG may also be of accelerate, DeepSpeed or transformers: see `drumline convert`."""
     from drumline.train.command import train as run
 
+    if everything and not dry_run:
+        raise UserError("it is of --dry-run", where="--all", fix="add --dry-run, or leave it out")
     extra = [f"launch.nproc={nproc}"] * (nproc is not None) + [f"launch.max_restarts={max_restarts}"] * (max_restarts is not None)
-    allowed = tuple(key for key in allow.split(",") if key)
+    allowed = cli_usage.read_list(allow, "--allow", "optimizer.lr,run.steps")
     overrides = [*(overrides or []), *extra, *["launch.detach=true"] * detach, *TRUSTED * trust_remote_code]
-    raise typer.Exit(
-        run(config, overrides, resume=resume, allow=allowed, dry_run=dry_run, accelerate_config=accelerate_config, watch=watch)
+    code = run(
+        config,
+        overrides,
+        resume=resume,
+        allow=allowed,
+        dry_run=dry_run,
+        accelerate_config=accelerate_config,
+        watch=watch,
+        everything=everything,
     )
+    raise typer.Exit(code)
 
 
-@app.command()
+@_command()
 def launch(
     script: Annotated[Path, typer.Argument(parser=_path, metavar="SCRIPT.py", help="A Python file that has a drumline.session.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]...", help="Arguments passed to the script.")] = None,
@@ -101,11 +116,11 @@ def launch(
     raise typer.Exit(run(script, arguments or [], nproc, max_restarts))
 
 
-@app.command()
+@_command()
 def plan(
     config: Annotated[Path | None, typer.Argument(parser=_path, metavar="[CONFIG.yaml]", help="Or use the flags below.")] = None,
     overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(parser=_place, help="A name such as llama-3.1-8b, a folder, or a hub id.")] = None,
+    model: Annotated[str | None, typer.Option(parser=model_place, help="A name such as llama-3.1-8b, a folder, or a hub id.")] = None,
     cluster: Annotated[str | None, typer.Option(metavar="SPEC", help="4x4090, 8xh100-80g, 4x8xa100-80g. Default: this machine.")] = None,
     length: Annotated[int | None, typer.Option(min=2, help="Maximum tokens per training row.")] = None,
     adapter: Annotated[str | None, typer.Option(help="lora, qlora or none.")] = None,
@@ -132,7 +147,9 @@ def plan(
     probe: Annotated[
         bool, typer.Option("--probe", help="Run the best two plans here for a few steps, and correct all estimates by the result.")
     ] = False,
-    check: Annotated[Path | None, _path_option(metavar="RUN", help="Compare what a run measured with what its plan predicted.")] = None,
+    check: Annotated[
+        Path | None, typer.Option(parser=existing_path, metavar="RUN", help="Compare what a run measured with what its plan predicted.")
+    ] = None,
 ) -> None:
     """Predict which strategies fit, how fast they are and why, without a launch, weights or data."""
     if check is not None:
@@ -157,12 +174,12 @@ def plan(
     raise typer.Exit(run(options))
 
 
-@app.command()
+@_command()
 def init(
     config: Annotated[
         Path, typer.Argument(parser=_path, metavar="[NEW.yaml]", help="The file to write; an existing file is never overwritten.")
     ] = Path("drumline.yaml"),
-    model: Annotated[str | None, typer.Option(parser=_place, help="A name such as llama-3.1-8b, a folder, or a hub id.")] = None,
+    model: Annotated[str | None, typer.Option(parser=model_place, help="A name such as llama-3.1-8b, a folder, or a hub id.")] = None,
     algorithm: Annotated[str | None, typer.Option(help="What is learned, such as sft, dpo or grpo; `drumline schema` has all.")] = None,
     data: Annotated[str | None, typer.Option(parser=_place, help="A file, a folder, hub:OWNER/NAME, tasks:NAME,NAME or digits.")] = None,
     cluster: Annotated[str | None, typer.Option(metavar="SPEC", help="here, 4x4090, 8xh100-80g, 4x8xa100-80g.")] = None,
@@ -179,12 +196,14 @@ def init(
 
 
 for _data_command in cli_data.COMMANDS:
-    app.command()(_data_command)
+    _command()(_data_command)
 
 
-@app.command()
+@_command()
 def export(
-    run: Annotated[str, typer.Argument(parser=_place, metavar="RUN", help="A run folder, or the URL of a run (its checkpoint.url).")],
+    run: Annotated[
+        str, typer.Argument(parser=existing_or_url, metavar="RUN", help="A run folder, or the URL of a run (its checkpoint.url).")
+    ],
     to: Annotated[Path, _path_option(help="The folder to write.")],
     which: Annotated[str, typer.Option(help="last, best, or a step number.")] = "best",
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: as checkpoint.export_dtype of the run.")] = "auto",
@@ -197,9 +216,9 @@ def export(
     run_export(run, to, which, dtype, adapter, trust_remote_code)
 
 
-@app.command()
+@_command()
 def chat(
-    place: Annotated[str, typer.Argument(parser=_place, metavar="RUN", help="A run folder, a Hugging Face folder, or a hub id.")],
+    place: Annotated[str, typer.Argument(parser=model_place, metavar="RUN", help="A run folder, a Hugging Face folder, or a hub id.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 takes the most likely token each time.")] = 0.7,
     system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
@@ -214,40 +233,43 @@ def chat(
     run(place, max_new_tokens, temperature, system, trust_remote_code)
 
 
-@app.command(name="eval")
+@_command(name="eval")
 def evaluate(
     config: ConfigFile,
     overrides: Overrides = None,
     checkpoint: Annotated[
         str | None,
         typer.Option(
-            parser=_place,
+            parser=existing_or_url,
             metavar="PATH",
             help="A checkpoint or run (folder or URL), or a Hugging Face folder. Default: the run's best, else its newest.",
         ),
     ] = None,
     generate: Annotated[int | None, typer.Option(min=1, metavar="N", help="sft: answer N held-out prompts with greedy decoding.")] = None,
-    lm_eval: Annotated[str, typer.Option(metavar="TASKS", help="Comma-separated tasks of lm-eval; CONFIG may then be a run folder.")] = "",
+    lm_eval: Annotated[
+        str | None, typer.Option(metavar="TASKS", help="Comma-separated tasks of lm-eval; CONFIG may then be a run folder.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With --lm-eval: questions per task.")] = None,
     include_path: Annotated[Path | None, _path_option(help="With --lm-eval: a folder with more task YAMLs.")] = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Evaluate a checkpoint on the held-out set, with the strategy of CONFIG. Metrics are also written to RUN/eval.json."""
     overrides = [*(overrides or []), *TRUSTED * trust_remote_code]
-    if generate and lm_eval:
+    tasks = cli_usage.read_list(lm_eval, "--lm-eval", "arc_easy,hellaswag")
+    if generate and tasks:
         raise UserError("--generate and --lm-eval are two evaluations", where="drumline eval", fix="give one at a time")
-    if not lm_eval and (limit is not None or include_path is not None):
+    if not tasks and (limit is not None or include_path is not None):
         raise UserError("--limit and --include-path are of --lm-eval", where="drumline eval", fix="name its tasks, or leave them out")
     with ExitStack() as stack:
         early = None
-        if not lm_eval and not generate:
+        if not tasks and not generate:
             # Before the imports below: the ranks are forks of this process and share them.
             early = stack.enter_context(_early_ranks(config, overrides))
         from drumline.inference import evaluate as by
 
         place = stack.enter_context(by.placed(checkpoint, config, overrides))
-        if lm_eval:
-            raise typer.Exit(by.harness(config, overrides, place, lm_eval.split(","), limit, include_path))
+        if tasks:
+            raise typer.Exit(by.harness(config, overrides, place, tasks, limit, include_path))
         if generate:
             raise typer.Exit(by.answers(config, overrides, place, generate))
         raise typer.Exit(by.evaluate(config, overrides, place, early))
@@ -261,11 +283,13 @@ def _early_ranks(config_path: Path, overrides: list[str]) -> EarlyRanks:
     return EarlyRanks(load(config_path, overrides).config)
 
 
-@app.command()
+@_command()
 def verify(
     config: ConfigFile,
     overrides: Overrides = None,
-    strategies: Annotated[str, typer.Option(metavar="LIST", help="Comma-separated: `ddp,fsdp2 tp=2`. Default: the common ones.")] = "",
+    strategies: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Comma-separated: `ddp,fsdp2 tp=2`. Default: the common ones.")
+    ] = None,
     nproc: Annotated[int, typer.Option(min=1, help="Processes per strategy.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps per run.")] = 3,
     tolerance: Annotated[float, typer.Option(min=0.0, help="Largest relative difference that counts as equal.")] = 1e-5,
@@ -274,11 +298,11 @@ def verify(
     """Train a few steps on one process and with each strategy; compare losses, gradient norms, weights and moments."""
     from drumline.bench.verify import verify as run
 
-    wanted = [name.strip() for name in strategies.split(",") if name.strip()]
-    raise typer.Exit(run(config, overrides or [], wanted, steps, nproc, tolerance, keep))
+    wanted = cli_usage.read_list(strategies, "--strategies", "ddp,fsdp2")
+    raise typer.Exit(run(config, overrides or [], list(wanted), steps, nproc, tolerance, keep))
 
 
-@app.command()
+@_command()
 def calibrate(
     quick: Annotated[bool, typer.Option("--quick", help="Take fewer and smaller measurements: seconds instead of minutes.")] = False,
     nproc: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one per GPU; without GPUs one per core, 2 to 8.")] = None,
@@ -290,7 +314,7 @@ def calibrate(
     raise typer.Exit(run(quick, nproc, out))
 
 
-@app.command()
+@_command()
 def doctor(
     place: Annotated[
         str | None, typer.Argument(parser=_place, metavar="[CONFIG.yaml|RUN|LOG|-]", help="A config: before a run. A run or log: after it.")
@@ -304,20 +328,28 @@ def doctor(
     raise typer.Exit(run(place, bandwidth, as_json))
 
 
-@app.command()
+@_command()
 def strategies(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One strategy: why it does not go with an option.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; some combinations require a GPU.")] = "cuda",
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
 ) -> None:
     """Print which features each strategy supports: tensor, context and pipeline parallelism, LoRA, offload and more."""
-    from drumline.core.matrix import as_markdown, as_text
+    from drumline.core.matrix import as_markdown, as_text, as_text_of
 
     if device not in ("cpu", "cuda"):
         raise UserError(f"no device {device!r}", where="--device", fix="cpu or cuda")
-    print((as_markdown if markdown else as_text)(device))
+    if name is not None and markdown:
+        raise UserError("the Markdown table is of all strategies", where="--markdown", fix="leave it out, or the name")
+    if name is not None:
+        print(as_text_of(name, device))
+    elif markdown:
+        print(as_markdown(device))
+    else:
+        print(as_text(device))
 
 
-@app.command()
+@_command()
 def schema() -> None:
     """Print the JSON Schema of the YAML, for editors."""
     import json
@@ -327,8 +359,8 @@ def schema() -> None:
     print(json.dumps(json_schema(), indent=2))
 
 
-for _command in (*cli_runs.COMMANDS, *cli_report.COMMANDS, *cli_scale.COMMANDS):
-    app.command()(_command)
+for _other_command in (*cli_runs.COMMANDS, *cli_report.COMMANDS, *cli_scale.COMMANDS):
+    _command()(_other_command)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -380,8 +412,10 @@ def _main(given: list[str]) -> None:
 
 
 def _report(error: DrumlineError) -> int:
-    """Print an error's line. Returns its exit code."""
+    """Print an error's line, and its notes below it. Returns its exit code."""
     say(f"error: {redact(error.line())}")
+    for note in getattr(error, "__notes__", ()):  # more mistakes of the same file
+        say(f"       {redact(note)}")
     return error.exit_code
 
 
@@ -396,17 +430,23 @@ def _report_bug(error: Exception) -> int:
 
 
 def _run(arguments: list[str], speaks: bool) -> None:
-    """`speaks`: this rank reports a mistake on the command line. Under another launcher all ranks make the same one."""
+    """Run a command; a mistake in its usage is a UserError. `speaks`: this rank reports it. Under another launcher all ranks make the
+    same mistake, and the others end without a word."""
     from drumline.launchers.environment import first_rank_reports
 
-    if speaks:
-        app(arguments)
-        return
     try:
-        raise SystemExit(app(arguments, standalone_mode=False) or 0)
-    except typer.BadParameter.__base__:  # type: ignore[misc]  # typer exports only subclasses of this
-        with first_rank_reports():
+        code = app(arguments, standalone_mode=False)
+    except typer.Abort as abort:  # typer's name for an EOFError that nobody expected
+        raise (abort.__cause__ or abort) from None
+    except (cli_usage.UsageMistake, cli_usage.UsageError) as error:
+        if not arguments:  # typer's error is the help itself
+            say(error.format_message())  # type: ignore[union-attr]  # of typer's own class
             raise SystemExit(UserError.exit_code) from None
+        if not speaks:
+            with first_rank_reports():
+                raise SystemExit(UserError.exit_code) from None
+        raise (error if isinstance(error, UserError) else cli_usage.one_line(error)) from None
+    raise SystemExit(code or 0)
 
 
 def _own(arguments: list[str]) -> list[str]:

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from drumline.cli_runs import path_of
+from drumline.cli_runs import existing_path, path_of
 from drumline.errors import printable
 
-Runs = Annotated[list[Path], typer.Argument(parser=path_of, metavar="RUN...", help="Run folders.")]
+Runs = Annotated[list[Path], typer.Argument(parser=existing_path, metavar="RUN...", help="Run folders.")]
 
 
 def report(
@@ -24,7 +24,7 @@ def report(
 
 def compare(
     runs: Annotated[
-        list[Path], typer.Argument(parser=path_of, metavar="A B", help="Two runs, or two folders of runs that differ in run.seed.")
+        list[Path], typer.Argument(parser=existing_path, metavar="A B", help="Two runs, or two folders of runs that differ in run.seed.")
     ],
 ) -> None:
     """Print which keys of two runs differ, which curves are better, by how much, and whether seeds can tell that from chance."""

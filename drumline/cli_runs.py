@@ -2,20 +2,61 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from drumline.core.registry import nearest
+from drumline.core.urls import is_url
 from drumline.errors import UserError
-from drumline.foreign import path_mistake
+from drumline.foreign import expanded, path_mistake
 
 
 def path_of(given: str | Path) -> Path:
     """The parser of every path on the command line, which is asked about a default, too."""
+    if not str(given):
+        raise UserError("an empty path given", where="drumline", fix="name a file or folder; is a variable of the shell empty?")
     if mistake := path_mistake(str(given)):
         raise UserError(mistake, where=str(given), fix="shorten it")
     return Path(given)
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path exists, be it as a link that leads nowhere."""
+    return os.path.lexists(path)
+
+
+def existing_path(given: str | Path) -> Path:
+    """The parser of a path that must be there. Raises UserError, with a similar name beside it where there is one."""
+    path = path_of(given)
+    found = expanded(str(path))
+    if is_there(found):
+        return path
+    try:
+        beside = [entry.name for entry in found.absolute().parent.iterdir()]
+    except OSError:
+        beside = []
+    guess = nearest(found.name, beside)
+    fix = f"did you mean {path.parent / guess}?" if guess else "check the path"
+    raise UserError("there is no such file or folder", where=str(given), fix=fix)
+
+
+def existing_or_url(given: str) -> str:
+    """The parser of a path that must be there, or of a URL."""
+    if not is_url(given):
+        existing_path(given)
+    return given
+
+
+def model_place(given: str) -> str:
+    """The parser of a model's folder, which must be there, or of an id. An id has no more than one slash, and begins with a letter."""
+    path_of(given)
+    is_id = given[:1] not in (".", "~", "/") and (given.count("/") < 2 or ":" in given)
+    if not is_id:
+        existing_path(given)
+    return given
 
 
 def _keys(incomplete: str) -> list[str]:
@@ -32,7 +73,7 @@ Overrides = Annotated[
     typer.Argument(metavar="[KEY=VALUE]...", help="Keys that override the YAML: optimizer.lr=1e-4", autocompletion=_keys),
 ]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. No file can allow this.")]
-Run = Annotated[Path, typer.Argument(parser=path_of, metavar="RUN", help="A run folder.")]
+Run = Annotated[Path, typer.Argument(parser=existing_path, metavar="RUN", help="A run folder.")]
 
 
 def ps(

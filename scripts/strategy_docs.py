@@ -20,8 +20,8 @@ TEXT = {
 [简体中文](strategies.zh.md)
 
 ## What can be combined
-This table is for GPUs; `drumline strategies --device cpu` prints the one for a machine without any. A number names a
-reason below the table: such a run is refused before any process starts.
+This table is for GPUs; `drumline strategies --device cpu --markdown` prints the one for a machine without any. A number
+names a reason below the table: such a run is refused before any process starts.
 
 {matrix}
 
@@ -38,7 +38,7 @@ Commit {commit}.
 [English](strategies.md)
 
 ## 什么可以组合
-以下针对 GPU；`drumline strategies --device cpu` 打印没有 GPU 的机器上的结果。数字是下面的原因编号，原文与程序打印的一致；
+以下针对 GPU；`drumline strategies --device cpu --markdown` 打印没有 GPU 的机器上的结果。数字是下面的原因编号，原文与程序打印的一致；
 这样的训练在启动任何进程之前就会被拒绝。
 
 {matrix}

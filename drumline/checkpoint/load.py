@@ -237,7 +237,8 @@ def _require_committed(path: Path) -> None:
     for root in (path, path / "checkpoints", path.parent):
         if found := newest(root, verify=False, alone=True).path:
             raise CheckpointError(f"not a committed checkpoint; newest valid: {found}", where=str(path))
-    raise CheckpointError("not a committed checkpoint, and there is none near it", where=str(path))
+    what = "not a committed checkpoint, and there is none near it" if path.exists() else "there is no such file or folder"
+    raise CheckpointError(what, where=str(path))
 
 
 def _require_state(path: Path) -> None:

@@ -15,6 +15,7 @@ from drumline.compat.preferences import PREFERENCES
 from drumline.compat.rules import Defaults, Rule, fill, flag, gone, if_on, later, name_list, number, one_of, only, read, switch, to, whole
 from drumline.compat.sheet import AUTO, Lacking, Old, Sheet, refuse
 from drumline.core.mistakes import by_word
+from drumline.core.section import MOST_SECONDS
 
 
 def _backend(sheet: Sheet, old: Old) -> None:
@@ -82,6 +83,17 @@ def _batch(sheet: Sheet, old: Old) -> None:
     if old.value not in AUTO:
         sheet.put("batch.micro_batch", whole(old), old)
         sheet.note(old, "taken for the samples of one device, as guides for launchers mean it; of all devices it is global_batch_size")
+
+
+def _timeout(sheet: Sheet, old: Old) -> None:
+    """Seconds that a collective may take. LLaMA-Factory's files have 180000000, more than the key of Drumline takes."""
+    if old.value in AUTO:
+        return
+    seconds = number(old)
+    if seconds > MOST_SECONDS:
+        sheet.note(old, f"launch.timeout_seconds is at most {MOST_SECONDS:,} (four months), and is set to that")
+        seconds = float(MOST_SECONDS)
+    sheet.put("launch.timeout_seconds", seconds, old)
 
 
 def _distributed(sheet: Sheet, old: Old) -> None:
@@ -204,7 +216,7 @@ TABLE: dict[str, Rule] = by_word(
         "distributed_strategy zero_stage fsdp fsdp_config": later(),
         "distributed": _distributed,
         "distributed_backend ddp_backend": _backend,
-        "ddp_timeout": to("launch.timeout_seconds", lambda old: min(number(old), 1e7)),  # LLaMA-Factory's files have 180000000
+        "ddp_timeout": _timeout,
         "ddp_bucket_cap_mb bucket_cap_mb": later("ddp.bucket_cap_mb"),
         "ddp_find_unused_parameters find_unused_parameters": later("ddp.find_unused_parameters"),
         "ddp_broadcast_buffers broadcast_buffers": later("ddp.broadcast_buffers"),

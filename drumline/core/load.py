@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from drumline.core.config import Config
 from drumline.core.data import in_full, is_own
-from drumline.core.mistakes import check_numbers, first_mistake, kinds_at, short_at
+from drumline.core.mistakes import check_numbers, first_mistake, kinds_at, null_means_default_at, short_at
 from drumline.core.model import TEMPLATES
 from drumline.core.redact import plain, withhold
 from drumline.core.run import EvalConfig, direction
@@ -203,6 +203,7 @@ def validated(draft: Draft, overrides: list[str], trusted: bool = True, base_dir
     if draft.old and not has_data(values):
         fix = "add it on the command line: data=rows.jsonl, or --accelerate-config for a config that has it"
         raise ConfigError("says nothing of data", where=draft.name, fix=fix)
+    values = _without_nulls(values)
     values = withhold(values if trusted else _without_trust(values, tuple(draft.overrides)), draft.where)
     try:
         allowed = trusted or (isinstance(values.get("model"), dict) and values["model"].get("trust_remote_code") is True)
@@ -235,6 +236,21 @@ def override(key: str, path: object) -> str:
     """An override that sets a key to a path, which is quoted where YAML would read something else: `#` begins a comment."""
     text = str(path)
     return f"{key}={text}" if re.fullmatch(r"[\w.~+=-]*/[\w./~+=-]*", text) else f"{key}={json.dumps(text, ensure_ascii=False)}"
+
+
+def _without_nulls(value: Any, place: Place = ()) -> Any:
+    """A copy of the values without the keys that null leaves at their defaults, such as `adapter: null`."""
+    if isinstance(value, list):
+        return [_without_nulls(inner, (*place, str(index))) for index, inner in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("kind") if isinstance(value.get("kind"), str) else None
+    kept = {}
+    for key, inner in value.items():
+        at = (*place, str(key))
+        if inner is not None or not null_means_default_at(at, kind):
+            kept[key] = _without_nulls(inner, at)
+    return kept
 
 
 def _without_trust(value: Any, granted: tuple[Place, ...], place: Place = ()) -> Any:
@@ -308,6 +324,25 @@ def _override_error(override: str, what: str, fix: str) -> ConfigError:
 def to_yaml(config: Config) -> str:
     """The config with every default visible."""
     return write_yaml(config.model_dump(mode="json"))
+
+
+def changed_values(config: Config) -> dict[str, Any]:
+    """The keys that are not at their defaults, and the kind of each section that has such keys. Read again, they give the same config."""
+    full = config.model_dump(mode="json")
+    values: dict[str, Any] = _with_kinds(config.model_dump(mode="json", exclude_defaults=True), full)
+    for name, default in config.algorithm.best_by.items():  # defaults that come with the algorithm
+        if full["eval"][name] != default:
+            values.setdefault("eval", {})[name] = full["eval"][name]
+    return values
+
+
+def _with_kinds(changed: Any, full: Any) -> Any:
+    if isinstance(changed, list):
+        return [_with_kinds(*pair) for pair in zip(changed, full, strict=True)]
+    if not isinstance(changed, dict):
+        return changed
+    kind = {"kind": full["kind"]} if "kind" in full else {}
+    return {**kind, **{key: _with_kinds(value, full[key]) for key, value in changed.items()}}
 
 
 # What may change when a run goes on; everything else decides the numbers.

@@ -8,11 +8,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from drumline.core.config import Config
-from drumline.core.registry import entry_points, kinds, package_of
+from drumline.core.registry import entry_points, kinds, nearest, package_of
 from drumline.core.rule import Case
 from drumline.core.rules import check_rules
 from drumline.core.strategy import Precision, StrategySpec
-from drumline.errors import ConfigError, PlanError
+from drumline.errors import ConfigError, PlanError, UserError
 
 # The options of the table, each as sections of a config.
 FEATURES: dict[str, dict[str, Any]] = {
@@ -39,6 +39,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "fp16": {"precision": {"kind": "fp16"}},
 }
 PROCESSES = 8
+WIDTH = 80  # columns of the text
+NO_BREAK = "\u00a0"  # a space at which no line is broken
 GROUPS = ("strategies", "algorithms", "sources", "models", "rewards", "trackers", "launchers")  # that packages may add to
 
 
@@ -77,14 +79,52 @@ def _refusal(kind: str, spec: type[StrategySpec], values: dict[str, Any], device
 
 
 def as_text(device: str) -> str:
-    """A row for each option, a column for each strategy; what does not go together has the number of a reason below."""
-    rows, notes = _numbered(device)
-    table = [["", *strategies()], *([feature, *marks] for feature, marks in rows.items())]
-    widths = [max(3, *map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-    lines += ["", *(f"{number:>3}  {reason}; instead: {instead}" for (reason, instead), number in notes.items())]
-    offered = {group: ", ".join(f"{name} ({package_of(point)})" for name, point in entry_points(group).items()) for group in GROUPS}
-    return "\n".join([*lines, *(f"\n{group} of installed packages: {names}" for group, names in offered.items() if names)])
+    """A line for each strategy with the options that it goes with, in at most 80 columns; then what packages add."""
+    left = max(map(len, strategies())) + 2
+    lines = ["strategy".ljust(left) + "goes with"]
+    table = matrix(device)
+    for kind in strategies():
+        supported = [option for option, row in table.items() if not row[kind][0]]
+        lines.append(_beside(kind, _listed(supported), left))
+    unsupported = [option for option, row in table.items() if all(reason for reason, _ in row.values())]
+    if unsupported:
+        lines.append(_beside("none of them", _listed(unsupported), left))
+    lines += ["", "`drumline strategies NAME` says why it lacks an option, and what to use instead."]
+    for group in GROUPS:
+        offered = [f"{name} ({package_of(point)})" for name, point in entry_points(group).items()]
+        if offered:
+            lines.append(f"\n{group} of installed packages: {', '.join(offered)}")
+    return "\n".join(lines)
+
+
+def as_text_of(kind: str, device: str) -> str:
+    """What one strategy goes with, and for each other option the reason and what to use instead. Raises UserError for an unknown one."""
+    known = strategies()
+    if kind not in known:
+        guess = nearest(kind, known)
+        hint = f"did you mean {guess!r}?" if guess else f"one of {', '.join(known)}"
+        raise UserError(f"there is no strategy {kind!r}", where="drumline strategies", fix=hint)
+    column = {option: row[kind] for option, row in matrix(device).items()}
+    left = max(map(len, FEATURES)) + 2
+    supported = [option for option, (reason, _) in column.items() if not reason]
+    place = "GPUs" if device == "cuda" else "a CPU"
+    lines = [f"{kind} on {place}", "", _beside("goes with", _listed(supported), left)]
+    for option, (reason, instead) in column.items():
+        if reason:
+            lines += ["", _beside(option, f"no: {reason}", left), _beside("", f"instead: {instead}", left)]
+    return "\n".join(lines)
+
+
+def _listed(options: list[str]) -> str:
+    """Options with commas between them; none is broken at the end of a line."""
+    return ", ".join(option.replace(" ", NO_BREAK) for option in options)
+
+
+def _beside(name: str, text: str, left: int) -> str:
+    """A name in a column of its own, and a text wrapped beside it."""
+    indent = " " * left
+    wrapped = fill(text, WIDTH, initial_indent=name.ljust(left), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return wrapped.replace(NO_BREAK, " ")
 
 
 def as_markdown(device: str) -> str:

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from drumline.core.config import Config
 from drumline.core.registry import Spec, kinds, literal_kinds, nearest
-from drumline.core.section import Short
+from drumline.core.section import Short, null_means_default
 from drumline.core.yaml_lines import Place
 from drumline.errors import ConfigError
 
@@ -39,6 +39,7 @@ WANTED = {
     "too_long": "at most {max_length}",
 }
 
+MOST_SHOWN = 5  # mistakes of one file; any more are counted
 TYPE = re.compile(r"(constrained-)?(str|int|float|bool|none)|[\w-]+\[.*\]")  # how pydantic names a member of a union
 
 Where = Callable[[Place], str]  # how an error line names the place that a value came from
@@ -50,17 +51,36 @@ def dotted(place: Place) -> str:
 
 
 def first_mistake(error: ValidationError, where: Where = dotted) -> ConfigError:
-    """The first mistake as one line; how many more there are stands behind it."""
+    """Return the first mistake as a ConfigError, whose notes (`__notes__`) are the lines of the next few, and a count of the others.
+
+    Takes time that is linear in the number of mistakes: one file may have tens of thousands."""
     details = error.errors(include_url=False)
     # Unknown keys go first: a misspelt key also makes the right one look as if it were missing.
-    details.sort(key=lambda d: d["type"] != "extra_forbidden")
-    place, kind = _place(details[0]["loc"])
-    what, fix = _describe(_nearest([detail for detail in details if _place(detail["loc"])[0] == place]), place, kind)
-    places = {_place(detail["loc"])[0] for detail in details}  # a value that is of none of several types is one mistake
-    # A list whose item is wrong also counts as too short.
-    if more := sum(not any(other[: len(each)] == each for other in places - {each}) for each in places) - 1:
-        what += f" (and {more} more mistake{'s' * (more > 1)})"
-    return ConfigError(what, where=where(place), fix=fix or None)
+    details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
+    by_place: dict[Place, list[Any]] = {}  # a value that is of none of several types is one mistake
+    kinds_by_place: dict[Place, str | None] = {}
+    sections: set[Place] = set()  # everything above a mistake; a list whose item is wrong also counts as too short
+    for detail in details:
+        place, kind = _place(detail["loc"])
+        by_place.setdefault(place, []).append(detail)
+        kinds_by_place.setdefault(place, kind)
+        for length in range(len(place)):
+            sections.add(place[:length])
+    places = [place for place in by_place if place not in sections]
+    more = len(places) - 1
+    remark = f" (and {more} more mistake{'s' * (more > 1)})" if more else ""
+    mistakes: list[ConfigError] = []
+    for place in places[:MOST_SHOWN]:
+        what, fix = _describe(_nearest(by_place[place]), place, kinds_by_place[place])
+        if not mistakes:
+            what += remark
+        mistakes.append(ConfigError(what, where=where(place), fix=fix or None))
+    first = mistakes[0]
+    for mistake in mistakes[1:]:
+        first.add_note(mistake.line())
+    if len(places) > MOST_SHOWN:
+        first.add_note(f"and {len(places) - MOST_SHOWN:,} more")
+    return first
 
 
 def _nearest(details: Sequence[Any]) -> Any:
@@ -126,11 +146,31 @@ def _describe(detail: Any, place: Place, kind: str | None) -> tuple[str, str]:
         return _mistaken_text(error, given, context, place)
     if isinstance(given, float) and not math.isfinite(given):
         return f"{_shown(given)} given, a finite number is wanted", _default(place)
-    template = next((template for start, template in WANTED.items() if error.startswith(start)), None)
+    wanted = _wanted(detail)
+    return describe_value(detail), _mend(given, wanted, place) if wanted else _default(place)
+
+
+def _wanted(detail: Any) -> str | None:
+    """Return what pydantic wanted in the place of a value, with its limits; None where WANTED has no words for it."""
+    template = next((template for start, template in WANTED.items() if detail["type"].startswith(start)), None)
     if template is None:
-        return f"{_shown(given)} given: {detail['msg'][0].lower()}{detail['msg'][1:]}", _default(place)
-    wanted = template.format(**{name: f"{limit:.12g}" for name, limit in context.items() if isinstance(limit, int | float)})
-    return f"{_shown(given)} given, {wanted} {'are' if wanted.endswith('values') else 'is'} wanted", _mend(given, wanted, place)
+        return None
+    limits = {}
+    for name, limit in detail.get("ctx", {}).items():
+        if isinstance(limit, int | float):
+            limits[name] = f"{limit:.12g}"
+    return template.format(**limits)
+
+
+def describe_value(detail: Any) -> str:
+    """Return what was given and what is wanted, of one of pydantic's errors about a single value."""
+    wanted = _wanted(detail)
+    shown = _shown(detail["input"])
+    if wanted is None:
+        message = detail["msg"]
+        return f"{shown} given: {message[0].lower()}{message[1:]}"
+    verb = "are" if wanted.endswith("values") else "is"
+    return f"{shown} given, {wanted} {verb} wanted"
 
 
 def _mistaken_text(error: str, given: str, context: Any, place: Place) -> tuple[str, str]:
@@ -149,7 +189,7 @@ def _mend(given: Any, wanted: str, place: Place) -> str:
         return "put [ ] around it" if not isinstance(given, dict) else "begin each item with `- `"
     if wanted == "keys and values":
         if len(models_at(place)) > 1 and (there := kinds_at(place)):
-            return f"write {{kind: …}}; there are {', '.join(there)}"
+            return f"write {{kind: …}}, with a kind of {', '.join(there)}"
         known = f"known keys: {', '.join(keys_at(place))}" if keys_at(place) else "write {key: value}"
         return f"leave it out, or give it some; {known}" if given is None and place != ("data",) else known
     return _default(place)
@@ -174,7 +214,7 @@ def _missing(place: Place) -> tuple[str, str]:
 
 def _no_kind(error: str, given: Any, place: Place) -> tuple[str, str]:
     kinds = kinds_at(place)
-    there = f"there are {', '.join(kinds)}"
+    there = f"choose one of {', '.join(kinds)}"
     if error == "union_tag_invalid":
         tag = given.get("kind") if isinstance(given, dict) else given
         guess = nearest(str(tag), kinds)
@@ -303,6 +343,13 @@ def field_at(place: Place) -> FieldInfo | None:
     """The field of the schema at a place; None where there is none."""
     found = [model.model_fields[place[-1]] for model in models_at(place[:-1]) if place[-1] in model.model_fields] if place else []
     return found[0] if found else None
+
+
+def null_means_default_at(place: Place, kind: str | None) -> bool:
+    """Whether null at a place only means its default, in each section that may stand around it (of `kind`, where that is known)."""
+    around = [model for model in models_at(place[:-1]) if kind is None or kind_of(model) in (None, kind)]
+    fields = [model.model_fields[place[-1]] for model in around if place[-1] in model.model_fields]
+    return bool(fields) and all(null_means_default(field) for field in fields)
 
 
 def short_at(place: Place) -> Short | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from drumline.foreign import path_mistake
@@ -58,6 +59,36 @@ class Section(BaseModel):
     """A part of the config: frozen, and closed to keys that it does not know."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=False)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The schema, with null among the values of each key that null leaves at its default."""
+        made = handler(schema)
+        properties = handler.resolve_ref_schema(made).get("properties", {})
+        for name, info in cls.model_fields.items():
+            if name in properties and null_means_default(info):
+                properties[name] = _or_null(properties[name])
+        return made
+
+
+def null_means_default(field: FieldInfo) -> bool:
+    """Whether null, at a key whose type has no null, can only mean its default: an empty list or dictionary, or a section without keys.
+
+    Not so where the default does something that null may be meant to turn off, such as PPO's `kl`."""
+    if field.is_required() or field.default_factory_takes_validated_data:
+        return False
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, BaseModel):
+        return default.model_dump() == type(default)().model_dump()
+    return isinstance(default, list | tuple | dict) and not default
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a key, to which null is added."""
+    about: dict[str, Any] = {key: schema[key] for key in ("description", "title", "default") if key in schema}
+    values = {key: value for key, value in schema.items() if key not in about}
+    choices = values["anyOf"] if list(values) == ["anyOf"] else [values]
+    return {"anyOf": [*choices, {"type": "null"}], **about}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 from drumline.core.config import Config
 from drumline.core.data import HubSource
 from drumline.core.explain import count, explain, strategy_name
+from drumline.core.load import changed_values
 from drumline.core.plan import Plan
 from drumline.core.redact import redact
 from drumline.core.yaml_lines import write_yaml
@@ -118,19 +119,12 @@ def license_of(readme: Path | None, name: str, revision: str | None) -> dict[str
 
 def _given(config: Config) -> dict[str, Any]:
     """The keys that are not their defaults, and each section's kind; without the places of this cluster, which are nobody else's matter."""
-    values = _with_kinds(config.model_dump(mode="json", exclude_defaults=True), config.model_dump(mode="json"))
+    values = changed_values(config)
     values.pop("launch", None)
     values.get("run", {}).pop("dir", None)
     for section in (values.get("checkpoint", {}), values.get("algorithm", {}).get("generator", {})):
         section.pop("url", None)
     return dict(values)
-
-
-def _with_kinds(given: Any, full: Any) -> Any:
-    if isinstance(given, dict):
-        kind = {"kind": full["kind"]} if "kind" in full else {}
-        return {**kind, **{key: _with_kinds(value, full[key]) for key, value in given.items()}}
-    return [_with_kinds(*pair) for pair in zip(given, full, strict=True)] if isinstance(given, list) else given
 
 
 def public(value: Any) -> Any:

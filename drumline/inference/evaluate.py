@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -291,7 +291,7 @@ def held_out(plan: Plan) -> list[TokenCache]:
 
 
 def harness(
-    config_path: Path, overrides: list[str], place: Path | None, tasks: list[str], limit: int | None, include_path: Path | None
+    config_path: Path, overrides: list[str], place: Path | None, tasks: Sequence[str], limit: int | None, include_path: Path | None
 ) -> int:
     """Score `place`, else the run of a config or the folder itself (see `model_of`), and write RUN/eval.json where there is a run.
 
@@ -304,7 +304,7 @@ def harness(
         raise CheckpointError("no such run or folder", where=str(source), fix="train first, or name one with --checkpoint")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     began = time.time()
-    results = _evaluate(model_of(source, TRUSTED in overrides), [task.strip() for task in tasks if task.strip()], limit, include_path)
+    results = _evaluate(model_of(source, TRUSTED in overrides), list(tasks), limit, include_path)
     metrics = {f"{task} {name}": value for task, found in results.items() for name, value in found.items()}
     show(f"{source} by lm-eval", metrics)
     to = run_folder(config_path, overrides) if config_path.suffix in YAML else source

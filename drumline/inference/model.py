@@ -136,7 +136,7 @@ def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Mode
         return _from_folder(str(exported), trust)
     if (folder / ADAPTER).exists() and not (folder / "config.json").exists():
         return _from_folder(str(folder), trust)
-    source = resolve(ModelConfig(id=place), on_progress)
+    source = resolve(ModelConfig(id=place), on_progress, named="")
     assert source is not None, "an id leads somewhere"
     return _from_folder(source, trust)
 

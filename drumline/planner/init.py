@@ -23,7 +23,7 @@ from drumline.core.data import DigitsSource, FileSource, SavedSource, SourceSpec
 from drumline.core.load import Loaded, load_text, schema
 from drumline.core.registry import kinds_alone
 from drumline.core.urls import is_url
-from drumline.errors import DrumlineError, EnvironmentFault, UserError
+from drumline.errors import DrumlineError, EnvironmentFault, PlanError, UserError
 from drumline.foreign import disk_errors, expanded, read_object
 from drumline.models.shapes import find
 from drumline.planner.question import ADAPTERS, Flags, Found, ask, find_model, mistakes_by_flag
@@ -32,7 +32,7 @@ from drumline.planner.report.table import show_adapted
 from drumline.planner.search.advice import STEP, Adapted, beside_adapters, nothing_fits, refusal
 from drumline.planner.search.answer import Question
 from drumline.planner.search.choice import choose_adapter, slow_lines, why_adapter
-from drumline.planner.search.search import search
+from drumline.planner.search.search import Answer, search
 from drumline.report.bars import OnProgress, bars
 
 BATCH = 32  # samples, or the next multiple of the devices
@@ -63,23 +63,21 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
     if not path.absolute().parent.is_dir():
         raise EnvironmentFault("no such folder", where=str(path.parent), fix="make it, or name another")
     console = Console(stderr=True, highlight=False)
-    config = _config(answers, path) if yes else _interview(answers, path, console)
-    with bars(console) as on_progress:
-        prepared = _prepare(config, path, on_progress)
-    adapted = _with_adapters(prepared)
-    choice = choose_adapter(adapted)
-    if yes and answers.adapter is None and choice is not None and choice.name != "full":
-        _show_choices(adapted, choice, console)
-        config = _config(replace(answers, adapter=choice.name.lower()), path)
-        with bars(console) as on_progress:
-            prepared = _prepare(config, path, on_progress)
-        adapted = ()
-    for note in prepared.notes:
-        console.print(f"note: {note}", soft_wrap=True, markup=False)
-    first_rows = prepared.first_rows
-    answer = adapted[0].answer if adapted else search(prepared.question)
-    if not answer.ranked:
-        raise refusal(answer, nothing_fits(answer))
+    full = answers if yes else _interview(answers, path, console)
+    may_take_adapter = yes and answers.adapter is None
+    while True:
+        try:
+            planned = _planned(full, path, console, may_take_adapter)
+            break
+        except PlanError as error:
+            is_asked = not yes and sys.stdin.isatty() and None in (answers.cluster, answers.adapter)
+            if not is_asked:
+                raise
+            _show_mistake(error, console)
+            # Nothing fits: what decides that is asked again, unless a flag gave it.
+            full = replace(full, cluster=answers.cluster, adapter=answers.adapter, length=answers.length)
+            full = _interview(full, path, console)
+    answer, first_rows, adapted = planned.answer, planned.first_rows, planned.adapted
     text = file(answer, str(path))
     load_text(text, [], str(path))  # what is written can be read
     with disk_errors("cannot be written", str(path), EnvironmentFault, "choose another place"):
@@ -109,12 +107,7 @@ class Prepared:
 def _prepare(config: Config, path: Path, on_progress: OnProgress) -> Prepared:
     """The question of a config, with a length that its rows fit in and a global batch. Raises UserError for a model whose weights nobody
     can find."""
-    model = find_model(config.model, on_progress)
-    name = config.model.id
-    if model.path is None and name is not None and "/" not in name and (known := find(name)) is not None:
-        hub = f"write its id on the hub, OWNER/NAME; it has the shape of {known.id}"
-        fix = hub if known.id != name else "its weights were never published"
-        raise UserError(f"where the weights of {name!r} are is not known", where="--model", fix=fix)
+    model = _model_of(config, on_progress)
     first_rows = look(config, model, path.absolute().parent, on_progress)
     text_config = None if config.images_alone else model.hf_config.get_text_config()
     config = fitted(config, first_rows, getattr(text_config, "max_position_embeddings", None))
@@ -159,6 +152,54 @@ def _usual_adapter(answers: Answers, path: Path, console: Console) -> str:
     return choice.name.lower()
 
 
+@dataclass(frozen=True)
+class Planned:
+    """The plans for all answers. `adapted`: training all weights, LoRA and QLoRA, if the question
+    is of the first."""
+
+    answer: Answer
+    first_rows: FirstRows | None
+    adapted: tuple[Adapted, ...]
+
+
+def _planned(answers: Answers, path: Path, console: Console, may_take_adapter: bool) -> Planned:
+    """Plan for these answers.
+
+    `may_take_adapter`: nobody chose between full training and adapters, so what an expert would
+    choose is taken. Raises UserError for an answer that cannot be, PlanError if nothing fits.
+    """
+    with bars(console) as on_progress:
+        prepared = _prepare(_config(answers, path), path, on_progress)
+    adapted = _with_adapters(prepared)
+    choice = choose_adapter(adapted)
+    if may_take_adapter and choice is not None and choice.name != "full":
+        _show_choices(adapted, choice, console)
+        with_adapter = replace(answers, adapter=choice.name.lower())
+        with bars(console) as on_progress:
+            prepared = _prepare(_config(with_adapter, path), path, on_progress)
+        adapted = ()
+    for note in prepared.notes:
+        console.print(f"note: {note}", soft_wrap=True, markup=False)
+    answer = adapted[0].answer if adapted else search(prepared.question)
+    if not answer.ranked:
+        raise refusal(answer, nothing_fits(answer))
+    return Planned(answer, prepared.first_rows, adapted)
+
+
+def _model_of(config: Config, on_progress: OnProgress) -> Found:
+    """The model, whose weights can be had. Raises UserError where only the shape of a model with this name is known."""
+    model = find_model(config.model, on_progress)
+    name = config.model.id
+    if model.path is None and name is not None and "/" not in name:
+        known = find(name)
+        if known is not None:
+            fix = "its weights were never published"
+            if known.id != name:
+                fix = f"write its id on the hub, OWNER/NAME; it has the shape of {known.id}"
+            raise UserError(f"where the weights of {name!r} are is not known", where="--model", fix=fix)
+    return model
+
+
 def _write_schema(path: Path) -> str:
     """Write the schema, also over an older one of Drumline's, but over nothing else; what is to be said of it."""
     made = schema()
@@ -169,10 +210,12 @@ def _write_schema(path: Path) -> str:
     return f"; {path.name} beside it is not Drumline's, and stays as it is"
 
 
-def _interview(answers: Answers, path: Path, console: Console) -> Config:
-    """The config of all answers; each question that no flag answers is put. After a wrong answer a terminal gets it again; else the
-    command ends."""
+def _interview(answers: Answers, path: Path, console: Console) -> Answers:
+    """Return the answers to all questions; each that no flag answers is put. After a wrong answer a terminal gets it again; else the
+    command ends. Raises UserError for a wrong flag before any question is put."""
     for number, (field, (default, question)) in enumerate(QUESTIONS.items(), start=1):
+        if getattr(answers, field) is not None:
+            _check_answer(field, _config(answers, path), path)
         text = question.format(algorithms=", ".join(kinds_alone(AlgorithmSpec)))
         usual = default
         if field == "adapter" and answers.adapter is None:
@@ -188,15 +231,26 @@ def _interview(answers: Answers, path: Path, console: Console) -> Config:
                 raise UserError(f"no answer to: {text}", where="stdin", fix=f"answer it, or give it by flags: {flags} --yes") from None
             try:
                 more = replace(answers, **_parsed(field, typed))
-                config = _config(more, path)
-                if field == "model":
-                    _ = find_model(config.model, lambda *_: None).hf_config  # a wrong value in it is a wrong answer
+                _check_answer(field, _config(more, path), path)
                 answers = more
             except UserError as error:
                 if not sys.stdin.isatty():
                     raise
-                console.print(f"     {error.line()}", markup=False, soft_wrap=True, style="red")
-    return _config(answers, path)
+                _show_mistake(error, console)
+    return answers
+
+
+def _check_answer(field: str, config: Config, path: Path) -> None:
+    """Raise UserError for an answer that turns out to be wrong where it is used: a model's files, or the rows of the data."""
+    if field in ("model", "data"):
+        model = _model_of(config, lambda *_: None)
+        _ = model.hf_config
+    if field == "data":
+        look(config, model, path.absolute().parent, lambda *_: None)
+
+
+def _show_mistake(error: UserError, console: Console) -> None:
+    console.print(f"     {error.line()}", markup=False, soft_wrap=True, style="red")
 
 
 def _parsed(field: str, typed: str) -> dict[str, Any]:

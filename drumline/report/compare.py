@@ -8,12 +8,16 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from pydantic import ValidationError
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from drumline.core.load import flat
+from drumline.core.mistakes import kind_of, models_at
 from drumline.core.redact import redact
 from drumline.errors import UserError, printable
 from drumline.report.bars import notes
@@ -21,6 +25,8 @@ from drumline.report.facts import APART, RunFacts, Trace, short_names
 from drumline.report.sections import short
 
 SURE = 0.05  # of Welch's test: a difference that is less likely by chance counts
+ABSENT = "–"  # of a key that a run does not have
+MOST_NAME, MOST_WORD = 36, 14  # columns that a name, and a word of another cell, are not broken in: together they fit a width of 80
 HELD_OUT = "held out: "  # begins the names of curves that few steps have
 LAST = 0.1  # part of the common steps whose mean a curve is judged by
 # Words in a curve's name that say which way is better. Those of UNKNOWN say that nothing does.
@@ -65,7 +71,7 @@ def compare(folders: list[Path]) -> None:
         names = ", ".join(short_names(side)[:6]) + (f", … {len(side)} in all" if len(side) > 6 else "")
         console.print(Text(printable(redact(f"{name}  {names}  ({'one run' if len(side) == 1 else f'{len(side)} runs'})"))))
     notes(f"{run.name}: {problem}" for run in (*a, *b) for problem in run.problems)
-    keys = [(key, *values) for key in dict.fromkeys(key for run in (*a, *b) for key in run.config) if (values := _values(key, a, b))]
+    keys = _differences(a, b)
     console.print(_table(["key", "A", "B"], keys) if keys else "\nno key of the config differs\n")
     verdicts, last = judge(a, b)
     if not verdicts:
@@ -109,10 +115,71 @@ def _runs(folder: Path) -> list[RunFacts]:
     return [RunFacts(folder)] if (folder / "plan.json").exists() or not inside else [RunFacts(each) for each in inside]
 
 
-def _values(key: str, a: list[RunFacts], b: list[RunFacts]) -> tuple[str, str] | None:
-    """What each side has; None where both have the same."""
-    one, other = (sorted({short(run.config[key]) if key in run.config else "–" for run in side}) for side in (a, b))
-    return None if one == other or key in APART[1:] else (", ".join(one), ", ".join(other))
+def _differences(a: list[RunFacts], b: list[RunFacts]) -> list[tuple[str, str, str]]:
+    """Key, and what each side has, of the keys that differ. A section whose kinds differ is one row, with the keys that one kind has."""
+    rows: dict[str, tuple[str, str]] = {}
+    for key in dict.fromkeys(key for run in (*a, *b) for key in run.config):
+        one, other = _values(key, a), _values(key, b)
+        if one == other or key in APART[1:]:
+            continue
+        section = _section_apart(key, a, b)
+        if section is None:
+            rows[key] = ", ".join(one), ", ".join(other)
+        else:
+            rows[section] = _whole(section, a, b), _whole(section, b, a)
+    return [(key, *values) for key, values in rows.items()]
+
+
+def _values(key: str, side: list[RunFacts]) -> list[str]:
+    return sorted({short(run.config[key]) if key in run.config else ABSENT for run in side})
+
+
+def _section_apart(key: str, a: list[RunFacts], b: list[RunFacts]) -> str | None:
+    """The section of a key that one side lacks, or of a `kind`, where the sides have it of different kinds, or one has none; the outermost.
+    None where the key stands for itself."""
+    is_lonely = [ABSENT] in (_values(key, a), _values(key, b))
+    names = key.split(".")
+    for length in range(1, len(names)):
+        section = ".".join(names[:length])
+        kind = f"{section}.kind"
+        kinds_differ = _values(kind, a) != _values(kind, b)
+        is_unset = any(section in run.config for run in (*a, *b))  # there it is null or empty, and has no keys
+        if (kinds_differ and (is_lonely or key == kind)) or (is_unset and is_lonely):
+            return section
+    if is_lonely and any(other.startswith(f"{key}.") for run in (*a, *b) for other in run.config):
+        return key
+    return None
+
+
+def _whole(section: str, side: list[RunFacts], other: list[RunFacts]) -> str:
+    """What one side has in a section: its kind, and keys that the other side lacks, but for those at their defaults."""
+    known = {key for run in other for key in run.config}
+    found = set()
+    for run in side:
+        if section in run.config:
+            found.add(short(run.config[section]))
+            continue
+        kind = run.config.get(f"{section}.kind")
+        defaults = _defaults(section, kind)
+        parts = [] if kind is None else [str(kind)]
+        for key, value in run.config.items():
+            name = key.removeprefix(f"{section}.")
+            if name not in (key, "kind") and key not in known and (name not in defaults or defaults[name] != value):
+                parts.append(f"{name} {short(value)}")
+        is_there = any(key.startswith(f"{section}.") for key in run.config)
+        found.add(", ".join(parts) or ("defaults" if is_there else ABSENT))
+    return "; ".join(sorted(found))
+
+
+def _defaults(section: str, kind: Any) -> dict[str, Any]:
+    """Dotted key → default in a section of this kind; none where the section has keys without a default, or its kind is not known here."""
+    models = [model for model in models_at(tuple(section.split("."))) if kind_of(model) in (None, kind)]
+    if len(models) != 1:
+        return {}
+    try:
+        return flat(models[0]().model_dump(mode="json"))
+    except ValidationError:
+        return {}
 
 
 def judge(a: list[RunFacts], b: list[RunFacts]) -> tuple[list[Verdict], int]:
@@ -201,9 +268,13 @@ def _method(a: int, b: int, curves: int) -> str:
 
 
 def _table(headers: list[str], rows: Sequence[tuple[str, ...]]) -> Table:
+    """A table whose columns are as wide as their longest word, so that no name breaks inside a word."""
+    cells = [[printable(redact(cell)) for cell in row] for row in rows]
     table = Table(box=box.SIMPLE_HEAD)
     for place, header in enumerate(headers):
-        table.add_column(header, overflow="fold", ratio=None if place else 1)
-    for row in rows:
-        table.add_row(*(Text(printable(redact(cell))) for cell in row))
+        column = " ".join([header, *(row[place] for row in cells)])
+        longest = max(map(len, column.split()))
+        table.add_column(header, overflow="fold", min_width=min(longest, MOST_NAME if place == 0 else MOST_WORD))
+    for row in cells:
+        table.add_row(*map(Text, row))
     return table

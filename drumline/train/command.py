@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.console import Console
 
 from drumline.core.explain import default_run_dir, explain, plan_line
-from drumline.core.load import Request, load, reader, to_yaml
+from drumline.core.load import Request, changed_values, load, reader, to_yaml
 from drumline.core.plan import Plan
 from drumline.core.process import uncollected
 from drumline.core.resolve import default_processes
+from drumline.core.yaml_lines import write_yaml
 from drumline.errors import UserError
 from drumline.hardware.detect import cache_dir, likely_gpus
 from drumline.launchers.environment import die_with_launchers, first_rank, launched_by
@@ -44,8 +45,9 @@ def train(
     dry_run: bool,
     accelerate_config: Path | None = None,
     watch: bool = False,
+    everything: bool = False,
 ) -> int:
-    """`drumline train`: plan, launch, watch. Returns the exit code."""
+    """`drumline train`: plan, launch, watch. `everything`: a dry run also prints the keys at their defaults. Returns the exit code."""
     myself = ["drumline", *sys.argv[1:]]
     if (srun := step_of_allocation()) and _trains_in_tasks(config_path, overrides, resume, accelerate_config):
         become([*srun, sys.executable, "-m", *myself])
@@ -58,12 +60,12 @@ def train(
         code = made.loaded.config.launch.submit(made, dry_run)
         if code is not None:
             return code
-        return _dry_run(made) if dry_run else launch_ranks(made, display=True, watch=watch)[1]
+        return _dry_run(made, everything) if dry_run else launch_ranks(made, display=True, watch=watch)[1]
     if watch:
         fix = "run `drumline watch RUN` in another terminal"
         raise UserError(f"{launched_by()} has started the ranks", where="--watch", fix=fix)
     if dry_run:
-        return _dry_run(request(int(os.environ["WORLD_SIZE"]))) if first_rank() else 0
+        return _dry_run(request(int(os.environ["WORLD_SIZE"])), everything) if first_rank() else 0
     from drumline.train.launched import train as train_launched
 
     return train_launched(request)
@@ -135,7 +137,8 @@ def _placed(request: Request) -> Request:
     return request if launched_by() else replace(request, machine=config.launch.machine(config))
 
 
-def _dry_run(request: Request) -> int:
+def _dry_run(request: Request, everything: bool) -> int:
+    """Print the plan as comments, and the config below it: the keys that differ from their defaults, or `everything`."""
     from drumline.train.setup import as_before, make_plan, resume_from
 
     request = _placed(request)
@@ -143,8 +146,12 @@ def _dry_run(request: Request) -> int:
         plan = make_plan(request, on_progress=on_progress, dry_run=True)
     notes(plan.data.notes if plan.data else ())
     start, plan = resume_from(Path(plan.run_dir), request, plan), as_before(plan, request)
-    print(to_yaml(plan.config))
     print(f"# {plan_line(plan)}\n" + "\n".join(f"#   {line}" for line in explain(plan).splitlines()))
+    if everything:
+        print(f"\n{to_yaml(plan.config)}", end="")
+    else:
+        print("\n# What differs from the defaults; --all prints every key.")
+        print(write_yaml(changed_values(plan.config)), end="")
     if launched_by() is None and (submission := plan.config.launch.submission(plan, Path(plan.run_dir) / "plan.json", start)):
         print(f"\n{submission}", end="")
     return 0
@@ -191,11 +198,14 @@ def waits(run_dir: Path) -> Waits:
 
 
 def convert(old: Path | list[str], output: Path | None) -> None:
-    """`drumline convert`: the new YAML on stdout or into a file, notes on stderr."""
+    """`drumline convert`: the new YAML on stdout or into a file, notes on stderr. They stand in the YAML, too: a terminal that shows it
+    needs them once."""
     from drumline.compat.convert import convert as to_drumline
 
     text, messages = to_drumline(old, output)
-    notes(messages)
+    text_is_shown = output is None and sys.stdout.isatty()
+    if not text_is_shown:
+        notes(messages)
     if output is None:
         print(text, end="")
         return

@@ -129,6 +129,8 @@ class Saver:
             "world_size": self.gather.world_size,
             "global_samples": self.plan.batch.global_samples,
             "lr": self.plan.lr,
+            "steps": self.plan.steps,
+            "warmup_steps": self.plan.warmup_steps,
             "base": self.plan.base,
             "data": data.identity.model_dump() if data and data.identity else None,
         }

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from drumline.checkpoint.load import named, newest_state, of_run
 from drumline.checkpoint.memory import require_room
 from drumline.checkpoint.remote import Store, require_unused
 from drumline.checkpoint.retention import recover
 from drumline.core import network
-from drumline.core.config import Config
+from drumline.core.config import Config, ScheduleConfig
 from drumline.core.explain import default_run_dir, size
 from drumline.core.facts import ModelFacts
 from drumline.core.files import temporary_folder, write_whole
@@ -340,18 +343,63 @@ def resume_from(run_dir: Path, request: Request, plan: Plan) -> str | None:
 
 
 def as_before(plan: Plan, request: Request) -> Plan:
-    """The plan with the learning rate that the run has had, where no more than the devices that it is scaled by is new. Raises
-    CheckpointError."""
-    if request.resume is None or plan.config.optimizer.lr_scaling == "none":
+    """The plan with the learning rate that the run has had, where no more than the devices that it is scaled by is new. Where the next
+    step's rate is not that of the schedule so far, a line says so. Raises CheckpointError."""
+    found = _to_go_on_from(request.resume, plan) if request.resume is not None else None
+    if found is None:
         return plan
-    found = _to_go_on_from(request.resume, plan)
-    lr = found and found[1].get("lr")  # older checkpoints do not say
+    plan = _with_rate_of(found, plan, request)
+    why = _change_of_schedule(found[1], plan)
+    if why is None:
+        return plan
+    path, state = found
+    saved = saved_config(state["config"], plan.config, request.allow, path)
+    _, refused_keys = _changed_keys(saved, state, plan, request.allow)
+    if refused_keys:  # `claim_run_dir` refuses this start, with a line of its own
+        return plan
+    notes([why])
+    return plan.model_copy(update={"why": [*plan.why, why]})
+
+
+def _with_rate_of(found: tuple[str, dict[str, Any]], plan: Plan, request: Request) -> Plan:
+    """The plan with the learning rate of a checkpoint, where the rate is scaled by devices and nothing but their number has changed it."""
+    path, state = found
+    lr = state.get("lr")  # older checkpoints do not say
     may = any(key in ("all", "optimizer") or key.startswith("optimizer.lr") for key in request.allow)
-    if found is None or lr in (None, plan.lr) or may or found[1]["global_samples"] != plan.batch.global_samples:
+    is_new_batch = state["global_samples"] != plan.batch.global_samples if "global_samples" in state else True
+    if plan.config.optimizer.lr_scaling == "none" or lr in (None, plan.lr) or may or is_new_batch:
         return plan
-    why = f"learning rate {lr:.4g}, as in {found[0]}: on {plan.mesh.data_ranks} data ranks it would be {plan.lr:.4g}"
+    why = f"learning rate {lr:.4g}, as in {path}: on {plan.mesh.data_ranks} data ranks it would be {plan.lr:.4g}"
     notes([f"{why}, which --allow optimizer.lr takes"])
     return plan.model_copy(update={"lr": lr, "why": [*plan.why, why]})
+
+
+def _change_of_schedule(state: dict[str, Any], plan: Plan) -> str | None:
+    """A line with the learning rate of the last step and of the next one, and why they lie apart; None where the schedule goes on as it
+    was, and for older checkpoints, which do not say how long theirs was."""
+    step, lr, steps = state["trainer"].get("step"), state.get("lr"), state.get("steps")
+    if not step or lr is None or steps is None or plan.steps is None or step >= plan.steps:
+        return None
+    try:
+        schedule = ScheduleConfig.model_validate(state["config"]["schedule"])
+    except (ValidationError, KeyError, TypeError):
+        return None
+    warmup = state["warmup_steps"]
+    following = lr * schedule.rate(step, steps, warmup)
+    now = plan.lr * plan.config.schedule.rate(step, plan.steps, plan.warmup_steps)
+    if math.isclose(following, now, rel_tol=1e-6):
+        return None
+    last = lr * schedule.rate(step - 1, steps, warmup)
+    reasons = []
+    if plan.config.schedule != schedule:
+        reasons.append(f"its schedule was {schedule.kind} and is {plan.config.schedule.kind}, or has other keys")
+    if plan.lr != lr:
+        reasons.append(f"its peak was {lr:.4g} and is {plan.lr:.4g}")
+    if plan.steps != steps:
+        reasons.append(f"the {plan.config.schedule.kind} schedule ended at step {steps:,} and ends at {plan.steps:,} now")
+    if plan.warmup_steps != warmup:
+        reasons.append(f"its warm-up was {warmup:,} steps and is {plan.warmup_steps:,}")
+    return f"the learning rate was {last:.3g} at step {step:,} and is {now:.3g} at step {step + 1:,}: {'; '.join(reasons)}"
 
 
 def _to_go_on_from(resume: str, plan: Plan) -> tuple[str, dict[str, Any]] | None:
@@ -359,12 +407,18 @@ def _to_go_on_from(resume: str, plan: Plan) -> tuple[str, dict[str, Any]] | None
     return newest_state(Path(plan.run_dir) / CHECKPOINTS, plan.config.checkpoint.url) if resume == "newest" else named(resume)
 
 
+def _changed_keys(saved: Config, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]) -> tuple[str, list[str]]:
+    """The keys that differ from a checkpoint's config and may not, as of `refused`, however the same batch is written and cut up."""
+    is_same_batch = state.get("global_samples") == plan.batch.global_samples
+    may = (*allow, "batch") if is_same_batch else allow
+    return refused(saved, plan.config, may)
+
+
 def _check_same_run(path: str, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]) -> None:
     """Raises CheckpointError where a checkpoint was made with another config or other data, as far as nobody has allowed it."""
-    before, size = state.get("global_samples"), plan.batch.global_samples  # however the batch is written and cut up
-    may = (*allow, "batch") if before == size else allow
+    before, size = state.get("global_samples"), plan.batch.global_samples
     saved = saved_config(state["config"], plan.config, allow, path)
-    changes, keys = refused(saved, plan.config, may)
+    changes, keys = _changed_keys(saved, state, plan, allow)
     if keys:
         fix = f"take the change back, or accept it with --allow {','.join(keys)}"
         raise CheckpointError(f"the config differs in what the run depends on: {changes}", where=path, fix=fix)

@@ -147,7 +147,7 @@ def test_resume_from_what_is_no_checkpoint(model: Path, tmp_path: Path, said: Ca
     config = bare(tmp_path, model)
     (tmp_path / "empty").mkdir()
     assert "not a committed checkpoint" in said("train", config, "--resume", tmp_path / "empty")
-    assert "not a committed checkpoint" in said("train", config, "--resume", tmp_path / "nowhere")
+    assert "nowhere: there is no such file or folder" in said("train", config, "--resume", tmp_path / "nowhere")
     (tmp_path / "empty" / "pytorch_model.bin").write_bytes(b"\x80\x04")
     assert "pickle" in said("train", config, "--resume", tmp_path / "empty")
 
@@ -161,6 +161,8 @@ def test_resume_with_another_config(model: Path, tmp_path: Path, said: Callable[
     finished = drumline("train", config, "--resume", "run.steps=6", "--allow", "run.steps")
     assert finished.code == 0, finished.err
     assert "going on at step 4" in finished.out
+    (jump,) = [line for line in finished.err.splitlines() if "learning rate" in line]
+    assert "at step 4 and is" in jump and "the cosine schedule ended at step 4 and ends at 6 now" in jump
     # The newest checkpoint can be named in full, too, and a run folder stands for its newest.
     line = said("train", config, "--resume", tmp_path / "run", "optimizer.lr=0.5", "run.dir=" + str(tmp_path / "other"))
     assert "optimizer.lr" in line

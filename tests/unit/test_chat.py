@@ -241,4 +241,4 @@ def test_what_does_not_write_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="gives numbers, not text"):
         open_model(str(tmp_path), quietly)
     finished = drumline("chat", tmp_path / "nowhere")
-    assert finished.code == 2 and len(finished.error_lines) == 1 and "no such folder" in finished.err
+    assert finished.code == 2 and len(finished.error_lines) == 1 and "no such file or folder" in finished.err

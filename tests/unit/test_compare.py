@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 
+from drumline.core.load import load_text
 from drumline.errors import UserError
 from drumline.report.compare import compare, judge, sides, welch
 from drumline.report.curves import groups
@@ -39,6 +41,43 @@ def test_seeds_are_sides_and_the_better_one_is_named(
     assert "optimizer.lr" in shown and "n = 3 and 3" in shown and "run.seed" not in shown and max(map(len, shown.splitlines())) <= 80
     compare([a[0], b[0]])
     assert "no test is possible" in capsys.readouterr().out
+
+
+def test_a_section_of_another_kind_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(name: str, *overrides: str) -> Path:
+        folder = write_run(tmp_path / name)
+        plan = json.loads((folder / "plan.json").read_text())
+        plan["config"] = load_text("data: a.jsonl\n", [*overrides, f"run.dir={folder}"]).model_dump(mode="json")
+        (folder / "plan.json").write_text(json.dumps(plan))
+        return folder
+
+    a = run("a", "strategy=ddp")
+    b = run("b", "strategy={kind: fsdp2, offload: cpu, tp: 2}", "adapter={kind: lora, r: 8}", "run.profile={}")
+    monkeypatch.setenv("COLUMNS", "80")
+    compare([a, b])
+    shown = capsys.readouterr().out
+    table = shown.partition("curves up to")[0].rpartition("──")[2]
+    keys = [line.split(maxsplit=2) for line in map(str.strip, table.splitlines()) if line]
+    assert keys == [
+        ["strategy", "ddp", "fsdp2, offload cpu"],
+        ["strategy.tp", "1", "2"],
+        ["adapter", "none", "lora, r 8"],
+        ["run.profile", "null", "defaults"],
+    ]
+
+
+def test_no_name_breaks_inside_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = [tmp_path / side for side in "ab"]
+    for number, side in enumerate(sides):
+        for seed in (0, 1):
+            metrics = {"token_accuracy": 0.5, "a_metric_of_a_long_name": 1.0 + seed / 7}
+            steps = [step(each, 12345.678 + seed / 3 + number, metrics=metrics) for each in range(1, 5)]
+            write_run(side / str(seed), seed=seed, lr=1e-3 + number, events=[start(4), *steps])
+    monkeypatch.setenv("COLUMNS", "80")
+    compare(sides)
+    shown = capsys.readouterr().out
+    assert "a_metric_of_a_long_name" in shown and "not shown" in " ".join(shown.split()) and "optimizer.lr" in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(("steps", "named"), [((0, 3, 6), True), ((0, 6), False)])

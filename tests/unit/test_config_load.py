@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
+from drumline import cli
 from drumline.core.config import Config
 from drumline.core.load import load, load_text, override, refused, schema, to_yaml
 from drumline.core.mistakes import SYNONYMS, field_at, kinds_at
@@ -64,7 +66,6 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     (DATA + "launch: {kind: ssh, hosts: [a:x]}\n", [], ["'a:x' is no host: write a name, user@name, or name:8 for its number of devices"]),
     (DATA + "launch: {kind: ssh, hosts: [a], port: 65535}\n", [], ["launch.port: 65535 given, 65534 or less is wanted"]),
     (DATA + "model: 3\n", [], ["3 given, keys and values are wanted", "trust_remote_code"]),
-    (DATA + "optimizer:\n", [], ["nothing given", "leave it out"]),
     (
         DATA + "algorithm: {kind: grpo, rewards: {kind: math}}",
         [],
@@ -121,8 +122,12 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ),
     (DATA, ["data.train.0.path.foo=x"], ["data.train.0.path has no keys", "'x.jsonl'"]),
     (DATA, ["data.eval.0.path=x"], ["data.eval is no list yet", "data.eval=[…]"]),
-    (DATA, ["data.train.0.columns=null"], ["keys and values are wanted", "known keys: chosen, completion"]),
-    (DATA, ["data.train.0=null"], ["keys and values are wanted", "write {kind: …}; there are file, hub"]),
+    (DATA, ["data.train.0.columns=3"], ["keys and values are wanted", "known keys: chosen, completion"]),
+    (DATA, ["data.train.0=null"], ["keys and values are wanted", "write {kind: …}, with a kind of file, hub"]),
+    # null where it may be meant to turn something off, and where a section cannot be empty
+    (DATA, ["algorithm={kind: ppo, kl: null}"], ["nothing given, keys and values are wanted", "leave it out"]),
+    (DATA, ["run.report_to=null"], ["nothing given, a list is wanted"]),
+    (DATA, ["adapter={kind: nil}"], ["no kind 'nil' here", "choose one of none, lora"]),
     (DATA, ["run.steps=0", "run.steps=-1"], ["override run.steps=-1"]),
 ]
 
@@ -134,6 +139,63 @@ def test_a_mistake_is_one_line(text: str, overrides: list[str], says: list[str])
     line = error.value.line()
     assert "\n" not in line and error.value.exit_code == 2
     assert all(part in line for part in says) and ("more mistake" in line) == ("more mistake" in says[-1]), line
+
+
+def test_five_mistakes_are_shown_and_the_others_counted() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_text(DATA + "run: {stepz: 1, bar: 2}\nbatch: {micro_batch: x}\n", [], "c.yaml")
+    first, *others = error.value.line(), *error.value.__notes__
+    assert "run.stepz" in first and "did you mean 'steps'?" in first and "(and 2 more mistakes)" in first
+    assert ["c.yaml:2: run.bar" in others[0], "c.yaml:3: batch.micro_batch" in others[1], len(others)] == [True, True, 2]
+    many = "".join(f"key{number}: 1\n" for number in range(3000))
+    with pytest.raises(ConfigError, match="2999 more mistakes") as error:
+        load_text(DATA + many, [], "c.yaml")
+    assert [note.partition(":")[0] for note in error.value.__notes__] == [*["c.yaml"] * 4, "and 2,995 more"]
+
+
+def test_mistakes_of_a_file_are_shown_below_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text(DATA + "run: {foo: 1, bar: 2}\n")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", str(tmp_path / "c.yaml")])
+    first, second = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and first.startswith("error: ") and "run.foo" in first
+    assert second.startswith("       ") and "run.bar" in second
+
+
+def test_counting_mistakes_is_linear() -> None:
+    def count_calls(number: int) -> int:
+        """Calls of Python functions, and of steps of generators, for a file of so many unknown keys."""
+        text, calls = DATA + "".join(f"key{each}: 1\n" for each in range(number)), 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            with pytest.raises(ConfigError):
+                load_text(text, [])
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    load_text(DATA, [])  # what is imported and cached once
+    assert count_calls(1200) < 6 * count_calls(300), "four times the mistakes: linear is four times, quadratic is sixteen"
+
+
+def test_null_is_the_default_wherever_a_section_can_be_empty() -> None:
+    plain = load_text(DATA, [])
+    sections = [name for name in Config.model_fields if name != "data"]
+    empty = ["data.eval", "data.train.0.columns", "model.freeze", "optimizer.groups", "eval.tasks", "run.callbacks", "run.tracker"]
+    for key in (*sections, *empty):
+        assert load_text(DATA, [f"{key}=null"]) == plain, key
+    assert load_text(DATA + "adapter:\nmemory:\n  # activation_checkpointing: full\n", []) == plain
+    grpo = ["algorithm=grpo", "batch.global_samples=8"]
+    assert load_text(DATA, [*grpo, "algorithm.kl=null", "eval=null"]) == load_text(DATA, grpo), "and it is still its own metric"
+    accepts = jsonschema.Draft202012Validator(schema()).is_valid
+    assert all(accepts({"data": "a.jsonl", section: None}) for section in sections)
+    assert accepts({"data": {"train": "a.jsonl", "eval": None}}) and not accepts({"data": None})
+    assert not accepts({"data": "a.jsonl", "algorithm": {"kind": "ppo", "kl": None}})
 
 
 def test_names_of_other_tools_lead_to_keys_that_are_there() -> None:

@@ -17,6 +17,7 @@ from drumline.core.load import load
 from drumline.data import formats
 from drumline.data.turns import ROLES
 from drumline.errors import ConfigError
+from drumline.train.command import convert as to_stdout
 from tests.harness import ROOT
 from tests.tiny import tiny_model_dir
 
@@ -117,6 +118,15 @@ def test_plan_takes_it(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_notes_are_shown_once(is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    to_stdout(FILES / "lf_sft.yaml", None)
+    out, err = capsys.readouterr()
+    note = "the report (RUN/report.html) has the plot"
+    assert out.count(note) == 1 and err.count(note) == (not is_terminal), "a file that stdout goes to has them, and so has the terminal"
+
+
 def test_a_command_and_its_file() -> None:
     values, notes = made(["trl", "dpo", "--config", str(FILES / "trl_dpo.yaml"), "--beta", "0.3", "--output_dir=a b", "|", "tee", "log"])
     assert values["algorithm"]["beta"] == 0.3 and values["run"]["dir"] == "a b" and values["precision"] == "bf16"
@@ -184,6 +194,9 @@ MEANT: list[tuple[str, dict[str, Any], str]] = [
     (LF + "stage: ppo\nreward_model: r/m\ncutoff_len: 100\nmax_new_tokens: 20\n", {"data.max_length": 120}, "100 tokens of a prompt"),
     (LF + "stage: sft\nuse_swanlab: true\nreport_to: none\n", {"run.report_to": ["swanlab"]}, ""),
     (LF + "stage: sft\nval_size: 0.1\nmetric_for_best_model: eval_accuracy\n", {"eval.metric": "token_accuracy", "eval.mode": "max"}, ""),
+    (LF + "stage: sft\nddp_timeout: 180000000\n", {"launch.timeout_seconds": 1e7},
+     "ddp_timeout: 180000000: launch.timeout_seconds is at most 10,000,000 (four months), and is set to that"),
+    (LF + "stage: sft\nplot_loss: true\n", {}, "plot_loss: true: the report (RUN/report.html) has the plot"),
     # of transformers
     (HF + "lr_scheduler_type: cosine_with_restarts\nlr_scheduler_kwargs: {num_cycles: 2}\n", {"schedule": "linear"},
      "no num_cycles here"),

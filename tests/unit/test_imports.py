@@ -42,13 +42,14 @@ MAY: dict[str, set[str]] = {
     "bench": {"core", "hardware", "dist", "checkpoint", "telemetry", "report", "models", "launchers", "planner", "train"},
     "inference": {"core", "dist", "checkpoint", "telemetry", "report", "models", "data", "rl", "launchers", "train"},
     "cli": {
-        *("cli_data", "cli_report", "cli_runs", "cli_scale"),
+        *("cli_data", "cli_report", "cli_runs", "cli_scale", "cli_usage"),
         *("core", "report", "telemetry", "planner", "launchers", "train", "bench", "inference", "doctor"),
     },
     "cli_report": {"cli_runs", "report", "launchers"},
     "cli_data": {"cli_runs", "train"},
     "cli_runs": {"core", "report", "launchers"},
-    "cli_scale": {"cli_runs", "bench", "inference"},
+    "cli_scale": {"cli_runs", "cli_usage", "bench", "inference"},
+    "cli_usage": {"core"},
     "__main__": {"cli"},
     "__init__": {"bench", "planner", "train", "inference"},  # each when it is asked for
 }
@@ -57,7 +58,7 @@ LATE: dict[str, set[str]] = {"core": {"compat"}}
 # Rooms that must be quick to enter: no import of these at module level.
 LIGHT = {
     *("errors", "foreign", "hardware", "core", "compat", "report", "__main__", "__init__"),
-    *("cli", "cli_data", "cli_report", "cli_runs", "cli_scale"),
+    *("cli", "cli_data", "cli_report", "cli_runs", "cli_scale", "cli_usage"),
 }
 HEAVY = {"torch", "transformers", "datasets", "deepspeed", "accelerate", "peft"}
 

@@ -150,6 +150,37 @@ def test_init_asks_five_questions_on_stdin(run: Run, model: Path, tmp_path: Path
     assert code == 2 and "--yes" in err and not Path("other.yaml").exists()
 
 
+class Terminal(io.StringIO):
+    """Standard input as somebody types it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_init_asks_again_after_a_wrong_answer(run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_config(tmp_path, model)
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jsonl").write_text('{"call": "?", "echo": "!"}\n')
+    # No weights, no algorithm, no rows of it, nothing that fits: each is asked again, and only it.
+    lines = ["gpt3-175b", model, "sfx", "sft", "bad.jsonl", "train.jsonl", "4xh10", "here", "full 96"]
+    monkeypatch.setattr("sys.stdin", Terminal("\n".join(map(str, lines)) + "\n"))
+    code, _, err = run("init", "typed.yaml")
+    assert code == 0 and "never published" in err and "its columns are: call, echo" in err, err
+    assert [err.count(number) for number in ("1/5", "2/5", "3/5", "4/5", "5/5")] == [2, 2, 2, 2, 1]
+    monkeypatch.setattr("sys.stdin", Terminal("\n"))
+    code, _, err = run("init", "flags.yaml", "--model", "gpt3-175b")
+    assert code == 2 and "never published" in err and "/5" not in err, "a wrong flag ends it before any question"
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_init_asks_again_for_the_devices_where_nothing_fits(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal("\n\n1xt4\nfull 4096\n8xh100-80g\nlora 512\n"))
+    code, _, err = run("init", tmp_path / "fits.yaml", "--model", "meta-llama/Llama-2-13b-hf")
+    assert code == 0 and "nothing fits" in err, err
+    assert [err.count(number) for number in ("2/5", "3/5", "4/5", "5/5")] == [1, 1, 2, 2]
+
+
 @pytest.mark.slow
 @pytest.mark.full
 def test_init_asks_again_in_a_terminal(model: Path, tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from drumline.core.load import load_text
-from drumline.core.matrix import FEATURES, as_markdown, as_text, matrix, strategies
+from drumline.core.matrix import FEATURES, as_markdown, as_text, as_text_of, matrix, strategies
 from drumline.core.registry import kinds
 from drumline.core.strategy import StrategySpec
-from drumline.errors import ConfigError
+from drumline.errors import ConfigError, UserError
 
 DATA = "data: {train: [{kind: file, path: rows.jsonl}]}\n"
 
@@ -37,4 +37,15 @@ def test_the_table_is_printed_whole() -> None:
     text, markdown = as_text("cpu"), as_markdown("cpu")
     for name in (*strategies(), *FEATURES):
         assert name in text and name in markdown
-    assert max(map(len, text.splitlines()[: len(FEATURES) + 1])) <= 120
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_one_strategy_has_each_option_with_its_reason() -> None:
+    text = as_text_of("zero3", "cuda")
+    words = " ".join(text.split())
+    for option, row in matrix("cuda").items():
+        reason, instead = row["zero3"]
+        assert option in text and reason in words and instead in words
+    assert max(map(len, text.splitlines())) <= 80
+    with pytest.raises(UserError, match="did you mean 'zero3'"):
+        as_text_of("zero33", "cuda")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from drumline.core.load import load
+from drumline.core.load import load, load_text
 from drumline.errors import PlanError
 from drumline.hardware.detect import Device, Machine
 from drumline.planner.question import Flags, ask, load_with_flags
@@ -59,7 +59,9 @@ def test_a_yaml_gets_the_command_that_trains_it(run: Run, model: Path, tmp_path:
     command = re.search(r"^  drumline (train .*)$", out, re.M)
     assert command is not None
     code, out, _ = run(*shlex.split(command[1]), "--dry-run")
-    assert code == 0 and "global batch" not in out.splitlines()[0]
+    assert code == 0 and out.startswith("# ") and "max_grad_norm" not in out and len(out.splitlines()) < 60
+    _, full, _ = run(*shlex.split(command[1]), "--dry-run", "--all")
+    assert "max_grad_norm: 1.0" in full and load_text(full, []) == load_text(out, []), "what is left out are defaults"
 
 
 def test_the_command_says_what_was_said_beside_the_yaml(run: Run, model: Path, tmp_path: Path) -> None:
@@ -306,7 +308,7 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
         ["--model", "gpt2", "cluster={device: 4090, per_node: 4, intra: nvlink4}"], ["4090 has no nvlink4", "pcie4"],
     ),
     "unknown model": (["--model", "lama-3.1-8b"], ["lama-3.1-8b", "did you mean llama-3.1-8b", "model.shape={layers: 32"]),
-    "no such folder": (["--model", "/no/such"], ["/no/such", "no such folder"]),
+    "no such folder": (["--model", "/no/such"], ["/no/such", "no such file or folder"]),
     "shape that does not divide": (
         ["model.shape={layers: 2, hidden: 30, heads: 4, vocabulary: 64}"], ["model.shape", "no multiple of heads"],
     ),

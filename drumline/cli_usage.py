@@ -1,0 +1,127 @@
+"""How the command line is read: lists, numbers, and a mistake in it as one line, like every other mistake of a user."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from drumline.core.registry import nearest
+from drumline.errors import UserError
+from drumline.foreign import MOST_WHOLE
+
+# Every mistake in the usage of a command is a subclass of this; typer exports it under no name.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class UsageMistake(UserError):
+    """A mistake in the usage of a command. Under another launcher every rank makes it, and rank 0 alone reports it."""
+
+
+def read_list(text: str | None, flag: str, example: str) -> tuple[str, ...]:
+    """Return the parts of a comma-separated option, each once and in order.
+
+    `None` means that the option was not given, and gives no parts. An option that was given must name something: an
+    empty list or an empty part would silently stand for everything. `example` is shown in the error. Raises UsageMistake.
+    """
+    if text is None:
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    if not any(parts):
+        raise UsageMistake("an empty list given", where=flag, fix=f"name at least one, such as {example}, or leave {flag} out")
+    if not all(parts):
+        raise UsageMistake(f"{text[:80]!r} has an empty part", where=flag, fix=f"put one comma between two names, such as {example}")
+    return tuple(dict.fromkeys(parts))
+
+
+class Command(TyperCommand):
+    """A command that also refuses numbers which no option can mean: NaN, infinity, more than 64 bits."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        command = f"drumline {ctx.info_name}"
+        ctx.allow_extra_args = True  # refused below, in our words
+        try:
+            rest: list[str] = super().parse_args(ctx, args)
+        except UsageError as error:
+            error.ctx = ctx  # type: ignore[attr-defined]  # click leaves it out where an option has no value
+            raise
+        if rest:
+            raise UsageMistake(f"{rest[0][:80]!r} is one argument too many", where=command, fix=_help_hint(command))
+        for parameter in self.params:
+            value = ctx.params.get(parameter.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageMistake(f"{value} given, a finite number is wanted", where=parameter.opts[0])
+            if isinstance(value, int) and abs(value) >= MOST_WHOLE:
+                raise UsageMistake("a whole number of more than 64 bits given", where=parameter.opts[0], fix="give a smaller one")
+        return rest
+
+
+class Group(TyperGroup):
+    """The group of all commands; an unknown one is refused in our words."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if self.get_command(ctx, name) is None:
+            guess = nearest(name, self.list_commands(ctx))
+            fix = f"did you mean {guess!r}?" if guess else "`drumline --help` lists all"
+            raise UsageMistake(f"there is no command {name[:80]!r}", where="drumline", fix=fix)
+        return super().resolve_command(ctx, args)
+
+
+def one_line(error: Any) -> UsageMistake:
+    """Return the error of one line for a mistake that typer found in the arguments. `error`: a `UsageError` of typer."""
+    context = error.ctx
+    has_command = context is not None and context.parent is not None
+    command = f"drumline {context.info_name}" if has_command else "drumline"
+    help_hint = _help_hint(command)
+    kind = type(error).__name__
+    if kind == "NoSuchOption":
+        return _unknown_option(error.option_name, context, command)
+    if kind == "MissingParameter":
+        return UsageMistake(f"{_name_of(error.param)} is missing", where=command, fix=help_hint)
+    if isinstance(error, typer.BadParameter) and error.param is not None:
+        return UsageMistake(_describe_value(error), where=_name_of(error.param), fix=help_hint)
+    message = error.format_message().rstrip(".")
+    return UsageMistake(f"{message[:1].lower()}{message[1:]}", where=command, fix=help_hint)
+
+
+def _help_hint(command: str) -> str:
+    return f"`{command} --help` shows how it is used"
+
+
+def _unknown_option(option: str, context: Any, command: str) -> UsageMistake:
+    """Return the error for an option that the command lacks, with the most similar one that it has."""
+    known = []
+    if context is not None:
+        for parameter in context.command.params:
+            if parameter.param_type_name == "option":
+                known += parameter.opts
+    # Without the dashes: they would make every two options alike.
+    names = {name.lstrip("-"): name for name in known}
+    guess = nearest(option.lstrip("-"), names)
+    fix = f"did you mean {names[guess]}?" if guess else f"`{command} --help` lists all"
+    return UsageMistake(f"there is no option {option[:80]}", where=command, fix=fix)
+
+
+def _name_of(parameter: Any) -> str:
+    """Return what the user knows a parameter by: `--nproc`, or CONFIG.yaml of an argument."""
+    if parameter.param_type_name == "option":
+        return str(max(parameter.opts, key=len))
+    return str(parameter.metavar or parameter.name.upper())
+
+
+def _describe_value(error: Any) -> str:
+    """Return what is wrong with a value. typer 0.29 reads values by pydantic, older ones by click's own types."""
+    from pydantic import ValidationError
+
+    cause = error.__cause__
+    if not isinstance(cause, ValidationError):
+        return str(error.message).rstrip(".")
+    from drumline.core.mistakes import describe_value
+
+    detail = cause.errors(include_url=False)[0]
+    if str(detail["input"]).lower().lstrip("+-") in ("nan", "inf", "infinity"):
+        return f"{detail['input']} given, a finite number is wanted"
+    return describe_value(detail)
