@@ -78,7 +78,7 @@ class NotSaved(DrumlineError):
 
 
 class TrainingStopped(DrumlineError):
-    """A policy of the config stopped the run, for NaN, inf or rewards that keep failing."""
+    """A policy of the config stopped the run, for NaN, inf or rewards that keep failing; or rollouts are sampled by other weights."""
 
     exit_code = 3
 

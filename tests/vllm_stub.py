@@ -1,7 +1,8 @@
 """A small server that speaks vLLM's HTTP API, as far as the client uses it, over a real tiny model: in a thread, on a free port.
 
 It checks what it is sent as vLLM's pydantic model would (unknown keys are refused), samples with our own sampler seeded by the request,
-and loads weights from a folder. `break_with`: a path → how it fails there.
+and loads weights from a folder. As vLLM does, it takes a head that is tied to the embedding for a weight of its own as it reloads.
+`break_with`: a path → how it fails there. `ignored`: names of weights that it does not load, after `honest_loads` hand-overs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ class StubServer(ThreadingHTTPServer):
     def __init__(self, model: Any, processed: bool = False, key: str | None = None) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.model, self.processed, self.key = model, processed, key
+        head = model.get_output_embeddings()
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
         self.break_with: dict[str, Any] = {}
+        self.ignored: set[str] = set()
+        self.honest_loads, self.loads = 0, 0
         self.gate: threading.Barrier | None = None
         self.asked: list[tuple[str, Any]] = []
         self.lock, self.at_once, self.most_at_once = threading.Lock(), 0, 0
@@ -101,8 +106,11 @@ class StubServer(ThreadingHTTPServer):
         files = sorted(folder.glob("*.safetensors"))
         assert files, "Cannot find any model weights"
         state = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        missing, unexpected = self.model.load_state_dict(state, strict=False)
-        assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+        self.loads += 1
+        ignored = self.ignored if self.loads > self.honest_loads else set()
+        own = {name: tensor for name, tensor in state.items() if name not in ignored}
+        missing, unexpected = self.model.load_state_dict(own, strict=False)
+        assert not unexpected and set(missing) <= {"lm_head.weight", *ignored}, (missing, unexpected)
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -350,6 +350,14 @@ def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters()) | dict(_persistent(model))
 
 
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """Return the other names of each tied parameter, by its first name, under which `all_tensors` has it."""
+    by_parameter: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_parameter.setdefault(id(parameter), []).append(name)
+    return {names[0]: names[1:] for names in by_parameter.values() if len(names) > 1}
+
+
 def _persistent(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():

@@ -54,7 +54,8 @@ class Engine(Protocol):
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of each weight, frozen ones too, and each persistent buffer, whole, on every rank, one after the other in the
         same order on all, on this rank's device. Names are those of the Hugging Face model (with an adapter, of PEFT's). A tensor may be
-        the engine's own: copy, do not change. Tied weights come once. Collective: all ranks go through to the end.
+        the engine's own: copy, do not change. A tied weight comes once under each of its names, one after the other: a reader that does
+        not tie it (vLLM, as it reloads) needs them all. Collective: all ranks go through to the end.
 
         Raises ModelError where weights are packed in 4 or 8 bits.
         """

@@ -25,7 +25,7 @@ from drumline.models.freeze import learning
 from drumline.models.head import ForwardWithObjective
 from drumline.models.kernels import apply_liger
 from drumline.models.packed import scales_of
-from drumline.models.shards import Values, all_tensors, canonical_tensors, extra_states, set_extra_states
+from drumline.models.shards import Values, all_tensors, canonical_tensors, extra_states, set_extra_states, tied_names
 from drumline.parallel.compress import compress_ddp
 from drumline.parallel.context_parallel import apply_context_parallel
 from drumline.parallel.data_parallel import BucketedAllReduce, Replicated, Sharded, Spread, Unreplicated
@@ -160,8 +160,11 @@ class ForwardEngine:
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._come_together()
+        tied = tied_names(self.model)
         for name, tensor in all_tensors(self.model).items():
-            yield name, whole(name, tensor, self.device)
+            full = whole(name, tensor, self.device)
+            for each in (name, *tied.get(name, ())):
+                yield each, full
 
     def unsharded_model(self) -> nn.Module | None:
         if not self.is_whole:

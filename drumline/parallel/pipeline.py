@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from drumline.core.plan import Plan
 from drumline.dist.mesh import device_mesh
 from drumline.models import adapters
-from drumline.models.shards import Values, all_tensors
+from drumline.models.shards import Values, all_tensors, tied_names
 from drumline.parallel.data_parallel import Spread
 from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, total
 from drumline.parallel.experts import apply_expert_parallelism
@@ -136,14 +136,19 @@ class PartOfPipeline(ForwardEngine):
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._come_together()
         mine = all_tensors(self.model)
+        tied = tied_names(self.model)
+        forms_of_mine = {name: (tensor.shape, tensor.dtype, tied.get(name, [])) for name, tensor in mine.items()}
         of_ranks: list[Any] = [None] * self.ranks
-        dist.all_gather_object(of_ranks, {name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()}, group=self.group)
+        dist.all_gather_object(of_ranks, forms_of_mine, group=self.group)
         counted: set[str] = set()
         for rank, forms in enumerate(of_ranks):
-            for name, form in forms.items():
-                if name not in counted:  # both ends hold tied weights
-                    counted.add(name)
-                    yield name, self._from(rank, whole(name, mine[name], self.place) if rank == self.rank else None, *form)
+            for name, (shape, dtype, aliases) in forms.items():
+                if name in counted:  # both ends hold tied weights
+                    continue
+                counted.update((name, *aliases))
+                full = self._from(rank, whole(name, mine[name], self.place) if rank == self.rank else None, shape, dtype)
+                for each in (name, *aliases):
+                    yield each, full
 
     def _from(self, rank: int, mine: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """A tensor that one rank of the pipeline has, on all of them."""

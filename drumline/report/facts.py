@@ -23,7 +23,12 @@ from drumline.telemetry.truth import Comparison
 RATES = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "tokens/s", "mfu": "model FLOPs utilisation"}
 NOT_CURVES = {"tokens", "samples", "samples_per_s", "seconds", "data_s", "compute_s", "comm_s", "sent_bytes", "epoch", *RATES}
 NOT_SCORES = {"samples", "seconds"}
-ROLLOUT = {"reward": "reward", "length": "tokens of a completion", "ended": "part of completions that ended"}
+ROLLOUT = {
+    "reward": "reward",
+    "length": "tokens of a completion",
+    "ended": "part of completions that ended",
+    "sampler_gap": "sampler gap",
+}
 GROUPS_ALIKE = "share of groups whose rewards do not differ"
 ORDER = ("loss", "held out", "reward", *ROLLOUT.values(), GROUPS_ALIKE, "", *RATES.values())  # of curves; "": what an algorithm has besides
 APART = ("run.seed", "run.dir", "data.cache_dir")  # runs that differ in these alone are repetitions
@@ -55,6 +60,8 @@ def named(event: dict[str, Any]) -> dict[str, float | None]:
     if event["kind"] == "eval":
         return {f"held out: {key}": value for key, value in found.items() if key not in NOT_SCORES}
     if event["kind"] == "rollout":
+        if event.get("sampler_gap") is None:  # the policy itself sampled: there is no curve
+            found.pop("sampler_gap", None)
         return _rollout_curves(found)
     return {}
 

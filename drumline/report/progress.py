@@ -161,11 +161,12 @@ class Progress:
         if event.episodes > event.prompts:  # several completions of a prompt: a group
             alike = f" · groups without a difference {1 - event.groups_differ:.0%}"
         spent = f"generate {event.generate_s:.1f}, reward {event.reward_s:.1f}, infer {event.infer_s:.1f}, train {event.train_s:.1f}"
+        gap = f" · sampler off by {event.sampler_gap:.2g}" if event.sampler_gap is not None else ""
         self._print(
             f"rollout, to step {event.step}: reward {_number(event.reward)} ± {event.reward_std:.3g}"
             + (f" ({' · '.join(domains)})" if len(domains) > 1 else "")
             + alike
-            + f" · length {event.length:.1f} · ended {event.ended:.0%} · seconds {spent}"
+            + f" · length {event.length:.1f} · ended {event.ended:.0%}{gap} · seconds {spent}"
         )
         self._print_all(failed(event.failures))
         if event.left_out:

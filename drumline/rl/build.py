@@ -11,7 +11,7 @@ import torch
 
 from drumline.core import rollouts as c
 from drumline.rl.continuous import ContinuousGenerator
-from drumline.rl.generate import Generator, HFGenerator, InferenceCopy, Sampler, Weights
+from drumline.rl.generate import Endings, Generator, HFGenerator, InferenceCopy, Sampler, Weights
 from drumline.rl.vllm import VLLMEngine, VLLMServer, WeightFolder
 
 
@@ -50,8 +50,19 @@ def generator(
 
 def greedy(sampling: Any) -> Generator:
     """A generator of the same model (engine, server) that takes the likeliest token each time."""
+    return _with_options(sampling, top_k=1)
+
+
+def probing(sampling: Any, new_tokens: int) -> Generator:
+    """A generator of the same model that samples at most `new_tokens` from the whole distribution, at the run's temperature."""
+    return _with_options(sampling, top_k=0, top_p=1.0, stop=(), max_new_tokens=new_tokens)
+
+
+def _with_options(sampling: Any, **options: Any) -> Any:
+    """A copy of a generator, of the same model, with other options of its config."""
     made = copy.copy(sampling)
-    made.config = sampling.config.model_copy(update={"top_k": 1})
-    if hasattr(sampling, "sampler"):
-        made.sampler = Sampler(made.config.temperature, top_k=1)
+    made.config = sampling.config.model_copy(update=options)
+    if isinstance(sampling, HFGenerator):
+        made.sampler = Sampler(made.config.temperature, made.config.top_k, made.config.top_p)
+        made.endings = Endings(sampling.endings.token_ids, made.config.stop, sampling.endings.tokenizer)
     return made

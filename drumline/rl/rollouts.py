@@ -34,6 +34,7 @@ from drumline.rl.curriculum import Curriculum
 from drumline.rl.generate import Completion, Request, Together, place
 from drumline.rl.reading import Readers, Reading
 from drumline.rl.rewards import Item, Rewards, count_reasons
+from drumline.rl.sampler_check import SamplerCheck
 from drumline.telemetry.events import Emit, Rollout
 from drumline.telemetry.watched import Completions
 
@@ -63,6 +64,7 @@ class Sampled:
     samples: list[Sample]
     parts: dict[str, float]  # mean of each reward's values in the last draw, NaN where there was none
     failures: dict[str, Counter[str]]  # in the last draw: reward → reason → episodes
+    sampler_gap: float | None = None  # of the sampler that drew the last of them, see SamplerCheck
 
     @property
     def rewards(self) -> list[float]:
@@ -79,10 +81,11 @@ class Sampled:
 
 
 class Drawn:
-    """The prompts of a rollout, and their completions, when these are asked for."""
+    """The prompts of a rollout, and their completions, when these are asked for. `sampler_gap`: of the sampler of those that are sampled
+    ahead, as it was when they were begun."""
 
-    def __init__(self, ids: list[int], complete: Callable[[], list[Completion]]) -> None:
-        self.ids, self._complete = ids, complete
+    def __init__(self, ids: list[int], complete: Callable[[], list[Completion]], sampler_gap: float | None = None) -> None:
+        self.ids, self._complete, self.sampler_gap = ids, complete, sampler_gap
 
     @cached_property
     def completions(self) -> list[Completion]:
@@ -91,11 +94,12 @@ class Drawn:
 
     def state(self) -> dict[str, Any]:
         """As a checkpoint has it."""
-        return {"ids": self.ids, "completions": [[c.tokens, c.log_probs, c.ended] for c in self.completions]}
+        completions = [[c.tokens, c.log_probs, c.ended] for c in self.completions]
+        return {"ids": self.ids, "completions": completions, "sampler_gap": self.sampler_gap}
 
     @classmethod
     def load(cls, state: Mapping[str, Any]) -> Drawn:
-        return cls(state["ids"], lambda: [Completion(*each) for each in state["completions"]])
+        return cls(state["ids"], lambda: [Completion(*each) for each in state["completions"]], state.get("sampler_gap"))
 
 
 @dataclass
@@ -110,6 +114,7 @@ class Rollouts:
     kl: KLController
     sample: Callable[[list[Request], int, bool], list[Completion]]  # (requests, step, greedy), collective
     begin: Callable[[list[Request], int], Together]  # (requests, step), collective: the same while training goes on
+    check: SamplerCheck  # which `sample` and `begin` make of the sampler
     rewards: Rewards
     reading: Reading
     readers: Readers
@@ -172,7 +177,7 @@ class Rollouts:
         requests = self._requests(self.prompts, repeated, keys)
         if self.algorithm.lookahead:
             begun = self.begin(requests, step)
-            return Drawn(repeated, lambda: begun.result)
+            return Drawn(repeated, lambda: begun.result, self.check.gap)
         return Drawn(repeated, partial(self.sample, requests, step, False))
 
     def _batches(self, episodes: Episodes, sampled: Sampled, step: int, position: int, ahead: Drawn | None) -> Iterator[GlobalBatch]:
@@ -184,6 +189,7 @@ class Rollouts:
             "curriculum": self.curriculum.state(),
             "kl": self.kl.coefficient,
             "has_rewards": self.has_rewards,
+            "sampler": self.check.state(),
         }
         if ahead is not None:
             state["ahead"] = ahead.state
@@ -242,6 +248,7 @@ class Rollouts:
             with self._spend("generate"):
                 drawn = drawn or self._draw((wanted - len(kept)) // size, step, position)
                 ids, completions = drawn.ids, drawn.completions
+                sampler_gap = self.check.gap if drawn.sampler_gap is None else drawn.sampler_gap
             with self._spend("reward"):
                 fresh = self._score(self.prompts, ids, completions)
             by_domain: dict[str, list[float]] = {}
@@ -253,7 +260,7 @@ class Rollouts:
                 (kept if different or algorithm.rounds == 1 else spare).extend(fresh.samples[group * size : (group + 1) * size])
             if len(kept) == wanted:
                 break
-        return replace(fresh, samples=[*kept, *spare][:wanted]), position
+        return replace(fresh, samples=[*kept, *spare][:wanted], sampler_gap=sampler_gap), position
 
     def _requests(self, cache: TokenCache, ids: list[int], keys: list[tuple[int, int]]) -> list[Request]:
         return [Request(cache.segments(prompt)[0][0].tolist(), key) for prompt, key in zip(ids, keys, strict=True)]
@@ -344,6 +351,7 @@ class Rollouts:
             rewards=sampled.parts,
             shares={domain: count / len(sampled.samples) for domain, count in sorted(drawn_of.items())},
             failures=sampled.failures,
+            sampler_gap=sampled.sampler_gap,
             **_lengths(sampled.samples),
             **{f"{kind}_s": self.seconds.get(kind, 0.0) for kind in ("generate", "reward", "infer", "train")},
             metrics=_means(sampled.samples) | metrics,

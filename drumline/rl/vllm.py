@@ -1,9 +1,12 @@
 """vLLM behind the seam: a client of its server (`vllm serve`), to which a folder hands the weights; and an engine in each rank, on the GPU
 that it trains on.
 
-Not run on GPUs, nor against vLLM itself: written from vLLM's documentation and source (0.22 and later), and tested against a small server
-that speaks the same API, and a stand-in for `vllm.LLM`. Random numbers are vLLM's own, seeded for each request from (run seed, step, key):
-the same on any number of ranks, as far as vLLM keeps a seeded request apart from its batch.
+Written from vLLM's documentation and source (0.22 and later). CI tests it against a small server that speaks the same API, and a stand-in
+for `vllm.LLM`. The server was run by hand as vLLM 0.32 on a CPU; nothing was run on GPUs. As vLLM reloads, it does not tie a head to the
+embedding again, so a tied weight is handed over under each of its names (`Engine.whole_weights`).
+
+Random numbers are vLLM's own, seeded for each request from (run seed, step, key): the same on any number of ranks, as far as vLLM keeps a
+seeded request apart from its batch.
 """
 
 from __future__ import annotations

@@ -175,6 +175,9 @@ class Rollout(Event, kind="rollout"):
     reward_s: float  # seconds of scoring
     infer_s: float  # seconds for log-probs, values and the reference's
     train_s: float  # seconds of the steps that learned from it
+    # Mean difference of log-probs (nats) between what sampled it and the policy, on a probe after the hand-over of weights; null where
+    # the policy itself samples, or a server keeps its own weights.
+    sampler_gap: float | None = None
 
 
 class Save(Event, kind="save"):

@@ -12,13 +12,14 @@ from drumline.core.rollouts import RolloutSpec
 from drumline.data.cache import TokenCache
 from drumline.data.stream import GlobalBatch
 from drumline.dist.start import Ranks
-from drumline.models.templates import turn_tail
+from drumline.models.templates import special_ids, turn_tail
 from drumline.models.tokenizer import pad_token_id
 from drumline.parallel.engine import CompositeEngine, Engine
 from drumline.rl.curriculum import Curriculum
 from drumline.rl.reading import Readers, Reading, last_scores, log_probs_of, scores_after, values_of
 from drumline.rl.rewards import Rewards, reward_names
 from drumline.rl.rollouts import Rollouts
+from drumline.rl.sampler_check import SamplerCheck, probe_prompts
 from drumline.strategies.build import build_engine
 from drumline.telemetry.events import Emit
 from drumline.train.sampling import Sampling, tokenizer_of
@@ -38,7 +39,16 @@ def reinforced(
     place = plan.mesh.data_rank(ranks.rank), plan.mesh.counts(ranks.rank)
     reading = Reading(plan, *place, device, pad_token_id(tokenizer), fixed_width(plan))
     objective = algorithm.build()
-    sample = Sampling(plan, algorithm.generator, engine, tokenizer, device, ahead=algorithm.lookahead > 0)
+    read = log_probs_of(algorithm.loss_chunk, algorithm.generator.temperature)
+    check = SamplerCheck(
+        config=algorithm.generator,
+        read=partial(reading.read, engine, read=read),
+        prompts=probe_prompts(tokenizer, special_ids(tokenizer), ranks.world_size, config.data.max_length, algorithm.generator),
+        precision=product_precision(plan),
+        is_new=state.step == 0,
+        state=state.stream.get("sampler"),
+    )
+    sample = Sampling(plan, algorithm.generator, engine, tokenizer, device, ahead=algorithm.lookahead > 0, check=check)
     rollouts = Rollouts(
         plan=plan,
         algorithm=algorithm,
@@ -48,6 +58,7 @@ def reinforced(
         kl=objective.kl,
         sample=sample,
         begin=sample.begin,
+        check=check,
         rewards=Rewards(algorithm.rewards, Path(plan.base_dir), algorithm.reward_workers),
         reading=reading,
         readers=build_readers(plan, algorithm, engine, reading, turn_tail(tokenizer), device),
@@ -55,6 +66,14 @@ def reinforced(
         emit=emit,
     )
     return objective, rollouts, rollouts.stream(state.step, state.position, state.stream)
+
+
+def product_precision(plan: Plan) -> str:
+    """The type that the policy's matrix products round to, as `sampler_check.rounding` takes it."""
+    is_tf32 = plan.precision == "fp32" and plan.device == "cuda" and plan.config.precision.tf32
+    if is_tf32:
+        return "fp16"  # as many bits
+    return plan.precision
 
 
 def build_readers(plan: Plan, algorithm: RolloutSpec, engine: Engine, reading: Reading, tail: list[int], device: str) -> Readers:

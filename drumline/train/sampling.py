@@ -28,6 +28,7 @@ from drumline.models.tokenizer import load_tokenizer
 from drumline.parallel.engine import Engine
 from drumline.rl.build import generator, greedy
 from drumline.rl.generate import Completion, Generator, Request, Together, generate_together
+from drumline.rl.sampler_check import SamplerCheck
 from drumline.telemetry.events import Emit
 from drumline.telemetry.watched import Samples
 
@@ -44,6 +45,7 @@ class Sampling:
     tokenizer: Any
     device: str
     ahead: bool = False  # what samples beside training has weights of its own
+    check: SamplerCheck | None = None  # of what samples rollouts
     _generator: Generator | None = None
     _aside: Together | None = None
     _refresh: Callable[[Any], None] | None = None
@@ -63,7 +65,7 @@ class Sampling:
         return getattr(self._fresh(), "model")  # noqa: B009 - generators in process have one
 
     def _fresh(self) -> Generator:
-        """What samples, with the weights as they are now."""
+        """What samples, with the weights as they are now. Raises TrainingStopped where they did not arrive."""
         if self._aside is not None:
             self._aside.wait()  # it samples by the weights that are to change
         unsharded = None if self.ahead else self.engine.unsharded_model()
@@ -73,6 +75,8 @@ class Sampling:
             self._generator, self._refresh = made
         if self._refresh is not None:
             self._refresh(language_weights(self.engine.whole_weights()))
+            if self.check is not None:
+                self.check.compare(self._generator)
         return self._generator
 
     def _copy(self) -> Any:

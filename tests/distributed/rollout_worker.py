@@ -31,7 +31,7 @@ def vllm(model_dir: str, out: str, url: str) -> None:
     config = c.VLLMGenerator(url=url, max_new_tokens=8)
     made, refresh = generator(config, tiny_tokenizer(), 3, None, lambda: None, run_dir=Path(out).parent)
     assert refresh is not None
-    refresh(model.named_parameters())
+    refresh(model.named_parameters(remove_duplicate=False))
     requests = [Request([5, 6, 7 + index], (index, 0)) for index in range(5)]
     found: dict[str, object] = {"made": [c.tokens for c in generate_together(made, requests, step=2)]}
     local = HFGenerator(c.HFGenerator(max_new_tokens=8), model, tiny_tokenizer(), 3)

@@ -109,7 +109,7 @@ def story(steps: int, shift: float = 0.0) -> list[Event]:
     rollout = Rollout(
         step=half, prompts=1, drawn=1, episodes=4, reward=0.4, reward_std=0.1, groups_differ=1.0, rewards={"task": 0.4},
         shares={"a": 1.0}, failures={}, length=3.0, length_max=3.0, ended=1.0,
-        generate_s=0.1, reward_s=0.1, infer_s=0.1, train_s=0.1, metrics={"reward/a": 0.4},
+        generate_s=0.1, reward_s=0.1, infer_s=0.1, train_s=0.1, sampler_gap=0.0125, metrics={"reward/a": 0.4},
     )  # fmt: skip
     return [
         start(steps),

@@ -58,7 +58,8 @@ def test_what_a_run_says_is_on_its_page_and_runs_nothing(tmp_path: Path, monkeyp
     ):
         assert part in own, part
     titles = [figure["title"] for figure in figures(text)]
-    assert {"loss", "held out: loss", "reward: a", "learning rate", "Seconds by phase and rank", "Memory of the fullest rank"} <= {*titles}
+    curves = {"loss", "held out: loss", "reward: a", "sampler gap", "learning rate"}
+    assert curves | {"Seconds by phase and rank", "Memory of the fullest rank"} <= {*titles}
     loss = figures(text)[0]
     assert loss["series"][0]["x"] == list(range(1, 21)) and loss["marks"] == [{"x": 10, "text": "restart"}]
 

@@ -167,7 +167,7 @@ def test_new_weights_reach_the_server_through_a_folder(
         with torch.no_grad():
             for parameter in learned.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(turn)), alpha=0.05)
-        refresh(learned.named_parameters())
+        refresh(learned.named_parameters(remove_duplicate=False))
         expected = HFGenerator(c.HFGenerator(max_new_tokens=12), learned, tiny_tokenizer(), 7).generate(requests(), turn)
         assert same(made.generate(requests(), turn), expected)
         assert len(list((tmp_path / "rollout-weights").iterdir())) == 1, "the last ones are gone"

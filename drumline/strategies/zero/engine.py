@@ -37,7 +37,7 @@ from drumline.models.freeze import require_none_late
 from drumline.models.head import ForwardWithObjective, any_batch, split
 from drumline.models.packed import scales_of
 from drumline.models.scores import score_head
-from drumline.models.shards import Values, all_tensors, canonical_tensors, extra_states, set_extra_states
+from drumline.models.shards import Values, all_tensors, canonical_tensors, extra_states, set_extra_states, tied_names
 from drumline.parallel.data_parallel import Spread
 from drumline.parallel.engine import DeviceSums, added
 from drumline.parallel.native import ForwardEngine
@@ -201,13 +201,15 @@ class DeepSpeedEngine(ForwardEngine):
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Trainable weights in fp32, as they are kept; frozen ones in the type that they compute in."""
+        tied = tied_names(self.model)
         for name, tensor in all_tensors(self.model).items():
             if name in self.named:
-                yield name, safe_get_full_fp32_param(tensor).to(self.engine.device)
+                full = safe_get_full_fp32_param(tensor).to(self.engine.device)
             else:
                 with self._whole(tensor):
                     full = tensor.detach().to(self.engine.device, copy=self.sharded)
-                yield name, full
+            for each in (name, *tied.get(name, ())):
+                yield each, full
 
     def unsharded_model(self) -> nn.Module | None:
         return None if self.sharded else self.model
