@@ -35,7 +35,7 @@ WHERE = "adapter.targets"
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ROUNDS = 16  # of subspace iteration for `pissa_fast`
 PROBES = 16  # products that a merged layer is compared by
-UNMERGED = "get the adapter by itself: drumline export RUN --to FOLDER --adapter"
+UNMERGED = "drumline export RUN --to FOLDER --adapter writes the adapter by itself"
 
 
 def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) -> list[str]:

@@ -6,6 +6,7 @@ import argparse
 import gc
 import os
 import platform
+import shlex
 import socket
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 from drumline import __version__
 from drumline.checkpoint.remote import Store, copy_run_files
 from drumline.core import heartbeat
+from drumline.core.config import LoRAConfig
 from drumline.core.explain import plan_line, strategy_name
 from drumline.core.output import say
 from drumline.core.plan import Plan
@@ -190,12 +192,35 @@ class MainReporter(Reporter):
         super().emit(event)
 
     def export(self) -> None:
-        """The Hugging Face folder at the end of a finished run."""
-        config = self.plan.config
-        which = config.checkpoint.export
-        if which == "none":
+        """Write the Hugging Face folder at the end of a finished run.
+
+        The run is finished and its weights are saved by now, so an export that fails is reported and fails nothing else: a restart
+        would come to the same export.
+        """
+        if self.plan.config.checkpoint.export == "none":
             return
         gc.collect()  # the engine's circles
+        began = time.time()
+        try:
+            self._export()
+        except Exception as failure:  # noqa: BLE001 - whatever stops an export, such as a full disk or memory, the run is finished
+            line = failure.line() if isinstance(failure, DrumlineError) else f"{class_and_line(failure)}: {failure}"
+            error = redact(f"the run is finished and its weights are saved, but the export failed: {line}; {self._way_to_export()}")
+            say(f"note: {error}")
+            self.emit(Export(path=None, seconds=time.time() - began, max_logit_difference=None, error=error))
+
+    def _way_to_export(self) -> str:
+        """Say how to get the model of the finished run after its export has failed."""
+        config = self.plan.config
+        if config.plain:
+            return "drumline train with --resume exports again, and trains nothing"
+        command = f"drumline export {shlex.quote(self.plan.run_dir)} --to FOLDER"
+        apart = isinstance(config.adapter, LoRAConfig) and config.model.as_published and not config.checkpoint.export_adapter
+        return f"get the adapter by itself with {command} --adapter" if apart else f"export again with {command}"
+
+    def _export(self) -> None:
+        config = self.plan.config
+        which = config.checkpoint.export
         run_dir = Path(self.plan.run_dir)
         if config.plain:
             from drumline.models.own import export_weights
