@@ -253,6 +253,10 @@ class Preempt(Event, kind="preempt"):
     signal: str  # that requested it
 
 
+class Exporting(Event, kind="exporting"):
+    step: int  # the last one: the run is finished and its weights are saved, so what fails from here on is the export alone
+
+
 class Export(Event, kind="export"):
     path: str | None  # the Hugging Face folder; null where the export failed
     seconds: float  # it took

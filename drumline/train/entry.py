@@ -6,7 +6,6 @@ import argparse
 import gc
 import os
 import platform
-import shlex
 import socket
 import time
 from collections.abc import Callable
@@ -17,8 +16,7 @@ from pathlib import Path
 from drumline import __version__
 from drumline.checkpoint.remote import Store, copy_run_files
 from drumline.core import heartbeat
-from drumline.core.config import LoRAConfig
-from drumline.core.explain import plan_line, strategy_name
+from drumline.core.explain import EXPORT_FAILED, plan_line, strategy_name, way_to_export
 from drumline.core.output import say
 from drumline.core.plan import Plan
 from drumline.core.redact import redact
@@ -30,7 +28,7 @@ from drumline.launchers import watcher
 from drumline.launchers.environment import launched_by
 from drumline.launchers.lease import guarded
 from drumline.telemetry import flight
-from drumline.telemetry.events import Emit, Event, EventLog, Export, Number, RunEnd, RunStart, read
+from drumline.telemetry.events import Emit, Event, EventLog, Export, Exporting, Number, RunEnd, RunStart, read
 from drumline.telemetry.measure import planned
 from drumline.telemetry.trackers import Callbacks, open_sinks
 from drumline.telemetry.watched import Devices
@@ -200,23 +198,15 @@ class MainReporter(Reporter):
         if self.plan.config.checkpoint.export == "none":
             return
         gc.collect()  # the engine's circles
+        self.emit(Exporting(step=self.last_step))
         began = time.time()
         try:
             self._export()
         except Exception as failure:  # noqa: BLE001 - whatever stops an export, such as a full disk or memory, the run is finished
             line = failure.line() if isinstance(failure, DrumlineError) else f"{class_and_line(failure)}: {failure}"
-            error = redact(f"the run is finished and its weights are saved, but the export failed: {line}; {self._way_to_export()}")
+            error = redact(f"{EXPORT_FAILED}: {line}; {way_to_export(self.plan)}")
             say(f"note: {error}")
             self.emit(Export(path=None, seconds=time.time() - began, max_logit_difference=None, error=error))
-
-    def _way_to_export(self) -> str:
-        """Say how to get the model of the finished run after its export has failed."""
-        config = self.plan.config
-        if config.plain:
-            return "drumline train with --resume exports again, and trains nothing"
-        command = f"drumline export {shlex.quote(self.plan.run_dir)} --to FOLDER"
-        apart = isinstance(config.adapter, LoRAConfig) and config.model.as_published and not config.checkpoint.export_adapter
-        return f"get the adapter by itself with {command} --adapter" if apart else f"export again with {command}"
 
     def _export(self) -> None:
         config = self.plan.config
