@@ -15,6 +15,7 @@ from drumline.models import adapters
 from drumline.models.build import build_model
 from drumline.models.export import export
 from drumline.models.rounding import largest_difference, rounding_limit
+from drumline.models.small import close
 from tests.tiny import tiny_model_dir
 from tests.unit.test_adapters import KINDS, run_of
 
@@ -131,3 +132,14 @@ def test_a_narrower_type_is_refused_for_its_range_alone(folder: Path, tmp_path: 
     assert export(run, tmp_path / "bf16", "last", dtype="bf16").rounding > 0
     with pytest.raises(DrumlineError, match="fp16 does not hold its weights"):
         export(run, tmp_path / "fp16", "last", dtype="fp16")
+
+
+def test_trials_allow_for_the_order_of_a_long_sum() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, inputs = (torch.randn(16, 40_000, generator=generator) for _ in range(2))
+    exact = (inputs.double() @ weight.double().T).float()
+    one_by_one = torch.zeros(16, 16)
+    for column in range(weight.shape[1]):
+        one_by_one += torch.outer(inputs[:, column], weight[:, column])
+    assert not torch.equal(one_by_one, exact) and close(one_by_one, exact)
+    assert not close(exact * (1 + 1e-4), exact)
