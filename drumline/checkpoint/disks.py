@@ -311,12 +311,12 @@ class Gatherer:
             take_name(fresh, folder, self.root / f"{TRASH}{folder.name}-{secrets.token_hex(4)}", durable=True)
 
         self.ranks.each(finish)
-        self.ranks.each(lambda: self._write_missing_metric(folder, manifest))
+        self.ranks.each(lambda: self._write_missing_metric(folder, manifest) if wanted else None)
         return []
 
     def _write_missing_metric(self, folder: Path, manifest: Manifest) -> None:
-        """Write the metric that another disk, or the store, has of a checkpoint."""
-        if self.disks.leads and manifest.metric is not None and manifest.rated is not None and folder.is_dir():
+        """Write the metric that another disk, or the store, has of a checkpoint that is whole here."""
+        if manifest.metric is not None and manifest.rated is not None:
             write_metric(folder, manifest.metric, manifest.rated)
 
     def _look_over(self, folder: Path, manifest: Manifest) -> tuple[set[str], list[str]]:

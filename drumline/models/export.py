@@ -133,9 +133,10 @@ def _dtype(wanted: str, plan: Plan, adapter: bool) -> str:
 def _round(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tuple[list[Any], float]:
     """Round the trainable parameters to `dtype`, and return them with what that changed (see ExportResult).
 
-    How far a type of 8 or 11 bits moves the logits is the model's own matter, and `ExportResult.rounding` says it. Refused is what these
-    bits do not explain: weights beyond the range of the type, which become infinite, or zero by the thousands. The limit is what moving
-    each weight within the bits that the type lacks does to the same logits. Raises DrumlineError beyond it.
+    How far a type of 8 or 11 bits moves the logits is the model's own matter, and
+    `ExportResult.rounding` says it. Refused is what these bits do not explain: weights beyond the
+    range of the type, which become infinite or zero. The limit is what moving each weight within
+    the bits that the type lacks does to the same logits. Raises DrumlineError beyond it.
     """
     # Parameters only: rounded rotary frequencies, which no file holds, would make another model.
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -145,7 +146,8 @@ def _round(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tuple[list[A
             parameter.data = parameter.data.to(narrow)
         return trainable, 0.0
     exact = _logits(model, plan)
-    limit = rounding_limit(lambda: _logits(model, plan), exact, trainable, lambda _: ROUNDED_BITS[dtype])
+    bits = ROUNDED_BITS[dtype]
+    limit = rounding_limit(lambda: _logits(model, plan), exact, trainable, lambda _: bits)
     for parameter in trainable:
         parameter.data = parameter.data.to(narrow)
     kept = [parameter.data for parameter in trainable]
@@ -154,10 +156,13 @@ def _round(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tuple[list[A
         parameter.data = data
     difference = largest_difference(rounded, exact)
     if not difference <= limit:
-        what = f"{dtype} does not hold its weights: logits differ by {difference:g}, where rounding alone gives {limit:g} at most"
-        raise DrumlineError(what, where=str(checkpoint), fix="drumline export --dtype fp32, or checkpoint.export_dtype: fp32")
+        what = f"{dtype} does not hold its weights: logits differ by {difference:g}"
+        what += f", where rounding alone gives {limit:g} at most"
+        fix = "drumline export --dtype fp32, or checkpoint.export_dtype: fp32"
+        raise DrumlineError(what, where=str(checkpoint), fix=fix)
     size = float(torch.linalg.vector_norm(exact))
-    return trainable, float(torch.linalg.vector_norm(rounded - exact)) / size if size else 0.0
+    change = float(torch.linalg.vector_norm(rounded - exact))
+    return trainable, change / max(size, torch.finfo(exact.dtype).tiny)
 
 
 def exported(run_dir: Path, adapter: bool, progress: OnProgress, trust: bool = False) -> Path:
@@ -221,16 +226,18 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
 def _merge(model: Any, plan: Plan, checkpoint: Path) -> None:
     """Merge the adapters of a model in eval mode, fp32. Raises DrumlineError where that makes another model.
 
-    `adapters.merge` proves each layer by itself, which is exact. The logits of the whole show what no layer shows, such as a weight that
-    two layers share. They may differ by what rounding does to them: the sum of two products is rounded otherwise than the product of
-    the sum. No fp64 copy of the model is needed for that.
+    `adapters.merge` proves each layer by itself, in fp64. The logits of the whole show what no layer
+    shows, such as a weight that two layers share. They may differ by what rounding does to them:
+    the sum of two products is rounded otherwise than the product of a sum. The limit for that is
+    measured in fp32, since an fp64 copy of an 8B model would take 64 GB.
     """
     trained = _logits(model, plan)
     limit = rounding_limit(lambda: _logits(model, plan), trained, model.parameters())
     adapters.merge(model)
     difference = largest_difference(_logits(model, plan), trained)
     if not difference <= limit:
-        what = f"the merged model is not the trained one: logits differ by {difference:g}, where rounding gives {limit:g} at most"
+        what = f"the merged model is not the trained one: logits differ by {difference:g}"
+        what += f", where rounding gives {limit:g} at most"
         raise DrumlineError(what, where=str(checkpoint), fix=adapters.UNMERGED)
 
 
@@ -363,11 +370,11 @@ def _logits(model: Any, plan: Plan) -> Any:
 
 
 def _require_read_back(model: Any, expected: torch.Tensor, plan: Plan, folder: Path) -> float:
-    """Return the largest difference between the logits of a model that was read back, fp32, and the `expected` ones.
+    """Return the largest difference of the logits of a model that was read back, fp32, from `expected`.
 
-    A whole model has the same weights to the last bit and the same arithmetic, so they are equal. Adapters over their base are added up in
-    another way where factors began in the base layer: then the limit is what rounding does to these logits. Raises DrumlineError
-    beyond it.
+    A whole model has the same weights to the last bit and the same arithmetic, so they are equal.
+    Adapters over their base are added up in another way where factors began in the base layer: then
+    the limit is what rounding does to these logits. Raises DrumlineError beyond it.
     """
     again = _logits(model, plan)
     if torch.equal(again, expected):
@@ -375,6 +382,7 @@ def _require_read_back(model: Any, expected: torch.Tensor, plan: Plan, folder: P
     difference = largest_difference(again, expected)
     limit = rounding_limit(lambda: _logits(model, plan), again, model.parameters())
     if not difference <= limit:
-        what = f"the folder does not read back as the same model: logits differ by {difference:g}, where rounding gives {limit:g} at most"
+        what = f"the folder does not read back as the same model: logits differ by {difference:g}"
+        what += f", where rounding gives {limit:g} at most"
         raise DrumlineError(what, where=str(folder))
     return difference

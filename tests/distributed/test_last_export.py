@@ -58,4 +58,6 @@ def test_a_run_whose_export_breaks_is_finished(tmp_path: Path, failure: str) -> 
     assert "the run is finished and its weights are saved" in finished.err
     assert way in report([run], tmp_path / "page.html").read_text()
     apart = drumline("export", run, "--to", tmp_path / "apart", "--adapter")
-    assert apart.code == 0 and (tmp_path / "apart" / "adapter_model.safetensors").exists(), apart.err
+    assert apart.code == 0 and (tmp_path / "apart" / "adapter_model.safetensors").exists(), (
+        apart.err
+    )

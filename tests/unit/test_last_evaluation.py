@@ -11,6 +11,7 @@ import torch
 
 from drumline.checkpoint.load import check, newest, pointed
 from drumline.checkpoint.manifest import make_newest, read_manifest
+from drumline.checkpoint.remote import choose
 from drumline.checkpoint.save import Checkpointer
 from drumline.core.load import load
 from drumline.core.plan import Plan
@@ -61,6 +62,17 @@ def test_the_metric_of_the_last_weights_is_written_beside_them(tmp_path: Path, l
     start = Start(tmp_path / "step-00000004", [], frozenset(), EvalConfig(every=2, patience=3))
     restored = start.restore(Restored(), lambda _: None, 0.0)  # type: ignore[arg-type]
     assert (restored.evaluated, restored.best, restored.stale) == (4, min(2.0, loss), 0)
+
+
+def test_the_copy_at_a_url_gets_the_metric_too(tmp_path: Path) -> None:
+    url = f"file://{tmp_path / 'store'}"
+    checkpointer = Checkpointer(tmp_path / "run" / "checkpoints", 1, True, "min loss", False, url=url)
+    for step, metric in ((2, 2.0), (4, None)):
+        checkpointer.save(step, {"model.w": torch.ones(3)}, {"step": step}, metric)
+    assert checkpointer.write_metric(4, 1.0) is None
+    _, folder, manifest = choose(url, "best")
+    assert folder == "checkpoints/step-00000004" and manifest.metric == 1.0
+    assert checkpointer.remote is not None and checkpointer.remote.store.folders("checkpoints") == ["step-00000004"]
 
 
 def test_a_metric_that_cannot_be_written_loses_no_weights(tmp_path: Path) -> None:

@@ -53,7 +53,9 @@ def test_a_merge_of_trained_adapters_stays_within_the_limit(folder: Path, kind: 
     before = {name: value.clone() for name, value in model.state_dict().items()}
     expected = logits(model)
     limit = rounding_limit(lambda: logits(model), expected, model.parameters())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "the old values, to the last bit"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), (
+        "the old values, to the last bit"
+    )
     adapters.merge(model)
     assert largest_difference(logits(model), expected) <= limit < 1e-3 * float(expected.abs().max())
 
@@ -75,16 +77,24 @@ def test_what_rounding_explains_is_exported(folder: Path, tmp_path: Path) -> Non
     expected = logits(model)
     base = tmp_path / "base"
     plain = build_model(str(folder), ModelConfig(id=str(folder)), seed=0)
-    plain.load_state_dict({n.replace(".base_layer", ""): v for n, v in model.state_dict().items() if "lora_" not in n})
+    plain.load_state_dict(
+        {n.replace(".base_layer", ""): v for n, v in model.state_dict().items() if "lora_" not in n}
+    )
     tiny_model_dir(base)
     plain.save_pretrained(base)
     run = run_of(tmp_path, base, model, adapter={"kind": "lora", "r": 4, "alpha": 4})
     assert export(run, tmp_path / "out", "last").max_logit_difference == 0.0
-    merged = build_model(str(tmp_path / "out"), ModelConfig(id=str(tmp_path / "out")), seed=0).eval()
-    assert largest_difference(logits(merged), expected) > OLD_LIMIT * max(1.0, float(expected.abs().max()))
+    merged = build_model(
+        str(tmp_path / "out"), ModelConfig(id=str(tmp_path / "out")), seed=0
+    ).eval()
+    assert largest_difference(logits(merged), expected) > OLD_LIMIT * max(
+        1.0, float(expected.abs().max())
+    )
 
 
-def test_each_layer_is_held_against_the_rounding_of_its_own_weight(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_layer_is_held_against_the_rounding_of_its_own_weight(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Half a unit in the last place passes, two units of one row do not; nor does a layer whose adapter was left out."""
     merge_layer = adapters._merge_layer
 
@@ -99,14 +109,18 @@ def test_each_layer_is_held_against_the_rounding_of_its_own_weight(folder: Path,
     merge_and_scale(1 + eps / 8)
     adapters.merge(trained(folder, LoRAConfig(r=4)))
     merge_and_scale(1 + 4 * eps)
-    with pytest.raises(DrumlineError, match=r"the merged weight of .*q_proj is not the trained one.*--adapter"):
+    with pytest.raises(
+        DrumlineError, match=r"the merged weight of .*q_proj is not the trained one.*--adapter"
+    ):
         adapters.merge(trained(folder, LoRAConfig(r=4)))
     monkeypatch.setattr(adapters, "_merge_layer", lambda name, layer: None)
     with pytest.raises(DrumlineError, match="is not the trained one"):
         adapters.merge(trained(folder, LoRAConfig(r=4)))
 
 
-def test_a_merge_into_a_weight_that_two_layers_share_is_found(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merge_into_a_weight_that_two_layers_share_is_found(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each layer is right by itself; the second one is merged into what the first has left."""
     model = trained(folder, LoRAConfig(r=4))
     run = run_of(tmp_path, folder, model)
@@ -118,7 +132,10 @@ def test_a_merge_into_a_weight_that_two_layers_share_is_found(folder: Path, tmp_
 
     real = adapters.inject
     monkeypatch.setattr(adapters, "inject", inject)
-    with pytest.raises(DrumlineError, match=r"the merged model is not the trained one: logits differ by .*--adapter"):
+    with pytest.raises(
+        DrumlineError,
+        match=r"the merged model is not the trained one: logits differ by .*--adapter",
+    ):
         export(run, tmp_path / "out", "last")
     assert not (tmp_path / "out").exists()
 
