@@ -59,7 +59,7 @@ class Forks:
         process.stdin.write(json.dumps(question) + "\n")
         process.stdin.flush()
         # It imports before its first answer.
-        if not select.select([process.stdout], [], [], 900)[0]:
+        if not select.select([process.stdout], [], [], 120)[0]:
             self.end()
             raise AssertionError("what forks gives no answer")
         answer = process.stdout.readline()

@@ -100,6 +100,8 @@ def launch(
             code = exit_code(ends, signals.number)
             if code is not None:
                 _report_end(ends, code, signals.number, plan)
+                if code == 0:
+                    _report_failed_export(events_path, past)
                 return NotSaved.exit_code if code == NotSaved.rank_code else code
             cause = root_cause(ends)
             if not signals.number and _was_exporting(events_path, past):
@@ -181,6 +183,13 @@ def _was_exporting(events_path: Path, past: int) -> bool:
     """Whether the attempt that began after `past` events had finished its run, and was ended while it exported."""
     events = read(events_path)[past:]
     return bool(events) and isinstance(events[-1], Exporting)
+
+
+def _report_failed_export(events_path: Path, past: int) -> None:
+    """Print why the attempt that began after `past` events exported nothing, if that failed."""
+    exports = [event for event in read(events_path)[past:] if isinstance(event, Export)]
+    if exports and exports[-1].error:
+        say(f"note: {exports[-1].error}")
 
 
 def _report_lost_export(cause: RankEnd, plan: Plan, events_path: Path) -> None:

@@ -292,7 +292,7 @@ class Progress:
         if self.profile:
             lines += self._operators(self.profile)
         if self.export and self.export.error:
-            lines.append(f"  model   {self.export.error}")
+            lines.append("  model   not exported: the note says why, and how to get it")
         elif self.export:
             lines.append(f"  model   {self.export.path}  (load it with transformers' from_pretrained)")
         lines += [f"  events  {run_dir}/events.jsonl", "next:"]
