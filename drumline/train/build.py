@@ -255,8 +255,8 @@ class Start:
                 state.best, state.mark, state.stale = None, None, 0  # measured by another metric
             manifest = read_manifest(self.path)
             # After steps that changed nothing (`skips`) the metric of the same weights was counted before the save.
-            was_rated_later = manifest.metric is not None and 0 <= state.evaluated < state.step and not state.skips
-            if was_rated_later and manifest.rated == f"{self.evaluation.mode} {self.evaluation.metric}":
+            was_rated_later = 0 <= state.evaluated < state.step and not state.skips
+            if was_rated_later and manifest.metric is not None and manifest.rated == f"{self.evaluation.mode} {self.evaluation.metric}":
                 # An evaluation after the save, whose metric was written beside it (Checkpointer.write_metric).
                 judged({self.evaluation.metric: manifest.metric}, self.evaluation, state)
                 state.evaluated = state.step

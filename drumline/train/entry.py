@@ -211,6 +211,7 @@ class MainReporter(Reporter):
     def _export(self) -> None:
         config = self.plan.config
         which = config.checkpoint.export
+        assert which != "none", "the caller has looked"
         run_dir = Path(self.plan.run_dir)
         if config.plain:
             from drumline.models.own import export_weights
