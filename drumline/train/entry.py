@@ -203,8 +203,7 @@ class MainReporter(Reporter):
         try:
             self._export()
         except Exception as failure:  # noqa: BLE001 - whatever stops an export, such as a full disk or memory, the run is finished
-            line = failure.line() if isinstance(failure, DrumlineError) else f"{class_and_line(failure)}: {failure}"
-            error = redact(f"{EXPORT_FAILED}: {line}; {way_to_export(self.plan)}")
+            error = f"{EXPORT_FAILED}: {_error_line(failure)}; {way_to_export(self.plan)}"
             say(f"note: {error}")
             self.emit(Export(path=None, seconds=time.time() - began, max_logit_difference=None, error=error))
 
