@@ -37,6 +37,7 @@ from drumline.checkpoint.manifest import (
     sealed,
     step_of,
     write_manifest,
+    write_metric,
 )
 from drumline.checkpoint.ranks import Ranks
 from drumline.checkpoint.remote import CHECKPOINTS, Store, choose, copy_here, manifests
@@ -266,7 +267,10 @@ class Gatherer:
         self.at_store = self.ranks.first(look_there)
         known, skipped = dict(self.at_store), []
         for found, unreadable in self.ranks.each(look):
-            known |= found
+            for key, manifest in found.items():
+                # A kill may have come before the metric was written everywhere.
+                if key not in known or known[key].metric is None:
+                    known[key] = manifest
             skipped += unreadable
         ordered = sorted(known.values(), key=lambda manifest: (manifest.serial, manifest.step), reverse=True)
         return [Offer(manifest, folder_name(manifest.step)) for manifest in ordered], skipped
@@ -307,7 +311,13 @@ class Gatherer:
             take_name(fresh, folder, self.root / f"{TRASH}{folder.name}-{secrets.token_hex(4)}", durable=True)
 
         self.ranks.each(finish)
+        self.ranks.each(lambda: self._write_missing_metric(folder, manifest) if wanted else None)
         return []
+
+    def _write_missing_metric(self, folder: Path, manifest: Manifest) -> None:
+        """Write the metric that another disk, or the store, has of a checkpoint that is whole here."""
+        if manifest.metric is not None and manifest.rated is not None:
+            write_metric(folder, manifest.metric, manifest.rated)
 
     def _look_over(self, folder: Path, manifest: Manifest) -> tuple[set[str], list[str]]:
         """The good files on this disk, of this rank's share of them, and what is wrong with the rest."""
@@ -338,8 +348,8 @@ class Gatherer:
 
 
 def _key(manifest: Manifest) -> str:
-    """What two manifests of the same save have in common."""
-    return hashlib.sha256(sealed(manifest)).hexdigest()
+    """What two manifests of the same save have in common: all but the metric, which may be written later."""
+    return hashlib.sha256(sealed(manifest.model_copy(update={"metric": None, "rated": None}))).hexdigest()
 
 
 def _begin(fresh: Path, folder: Path, names: set[str], manifest: Manifest) -> None:

@@ -134,6 +134,23 @@ def make_newest(folder: Path) -> None:
             write_whole(folder / MANIFEST, renewed, durable=True)
 
 
+def write_metric(folder: Path, metric: float, rated: str) -> Manifest:
+    """Write the metric of a committed checkpoint's weights into its manifest.json, or part.json, and return the new manifest.
+
+    The old file stays until the new one is whole and on the device; no other file changes. Raises CheckpointError and OSError.
+    """
+    manifest, present = read_part(folder)
+    renewed = manifest.model_copy(update={"metric": metric, "rated": rated})
+    if renewed == manifest:
+        return manifest
+    if (folder / MANIFEST).exists():
+        write_whole(folder / MANIFEST, sealed(renewed).decode(), durable=True)
+    else:
+        part = Part(manifest=renewed, present=sorted(present))
+        write_whole(folder / PART, sealed(part).decode(), durable=True)
+    return renewed
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The content of manifest.json, with its checksum verified. Raises CheckpointError that names the file and the reason."""
     return _of_folder(unsealed(_content(folder / MANIFEST), Manifest, str(folder / MANIFEST)), folder, MANIFEST)

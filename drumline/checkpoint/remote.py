@@ -190,6 +190,14 @@ class Remote(Retention):
         self.store.put_bytes(sealed(manifest), f"{CHECKPOINTS}/{folder.name}/{MANIFEST}")
         self.known[manifest.step] = manifest
 
+    def replace_manifest(self, manifest: Manifest) -> None:
+        """Put another manifest beside the files of a finished checkpoint. Raises OSError."""
+        require_owner(self.store)
+        if not self.has(manifest.step):
+            raise OSError(2, "no finished checkpoint of this step", f"{self.url}/{CHECKPOINTS}/{folder_name(manifest.step)}")
+        self.store.put_bytes(sealed(manifest), f"{CHECKPOINTS}/{folder_name(manifest.step)}/{MANIFEST}")
+        self.known[manifest.step] = manifest
+
     def has(self, step: int) -> bool:
         return MANIFEST in self.store.sizes(f"{CHECKPOINTS}/{folder_name(step)}")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from drumline.checkpoint.manifest import TEMP, TRASH, Manifest, folder_name, read_part, step_of
+from drumline.checkpoint.manifest import TEMP, TRASH, Manifest, folder_name, read_part, step_of, write_metric
 from drumline.core.files import discard, give_name, remove, sync, take_name, write_whole
 from drumline.errors import CheckpointError
 
@@ -45,6 +45,12 @@ class Retention:
         take_name(unfinished, final, self._trash(final), durable=True)
         self.known[manifest.step] = manifest
         return final
+
+    def write_metric(self, step: int, metric: float) -> Manifest:
+        """Write a metric of `mode` beside the weights of a committed checkpoint. Raises CheckpointError and OSError."""
+        manifest = write_metric(self.root / folder_name(step), metric, self.mode)
+        self.known[step] = manifest
+        return manifest
 
     def settle(self, newest: Manifest) -> None:
         """Move the pointers to the committed newest, then remove the checkpoints that are not kept. Raises OSError."""

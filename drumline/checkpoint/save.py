@@ -157,6 +157,31 @@ class Checkpointer:
         else:
             self._run(job)
 
+    def write_metric(self, step: int, metric: float) -> str | None:
+        """Write the metric of a checkpoint's weights beside it, on each disk and at the URL, and keep checkpoints accordingly.
+
+        No tensor is written. Each manifest is replaced by a whole new one, so a kill leaves the checkpoint readable, with its metric or
+        without. Waits for a save in flight first. Collective. Returns why it could not be done; None where it was, or where the metric
+        is not finite and counts as none.
+        """
+        self._join()
+        if not math.isfinite(metric):
+            return None
+        try:
+            written = self.ranks.each(lambda: self.retention.write_metric(step, metric) if self.disks.leads else None)
+            manifest = written[0]
+            assert manifest is not None, "rank 0 leads its disk"
+            if self.remote is not None:
+                remote = self.remote
+                self.ranks.first(lambda: remote.replace_manifest(manifest))
+            # Nothing is removed before all have the metric.
+            self.ranks.each(lambda: self.retention.settle(manifest) if self.disks.leads else None)
+            if self.remote is not None:
+                self.ranks.first(lambda: remote.settle(manifest))
+        except Exception as failure:  # noqa: BLE001 - the checkpoint itself is whole; the caller may save it anew
+            return describe_error(failure)
+        return None
+
     def rescue(
         self, folder: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], metric: float | None
     ) -> tuple[SaveResult, bool]:

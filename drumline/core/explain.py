@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
+from drumline.core.config import LoRAConfig
 from drumline.core.plan import Layout, Plan
+
+EXPORT_FAILED = "the run is finished and its weights are saved, but the export failed"
 
 
 def size(bytes_: float) -> str:
@@ -29,6 +33,18 @@ def count(number: float) -> str:
 def strategy_name(plan: Plan) -> str:
     """What the plan runs, mixes written out: `ddp`, `fsdp2 × tp 2`."""
     return plan.config.strategy.title(plan.data_parallel, plan.mesh)
+
+
+def way_to_export(plan: Plan) -> str:
+    """Say how to get the model of a finished run after its export has failed."""
+    config = plan.config
+    if config.plain:
+        return "drumline train with --resume exports again, and trains nothing"
+    command = f"drumline export {shlex.quote(plan.run_dir)} --to FOLDER"
+    is_merged = isinstance(config.adapter, LoRAConfig) and not config.checkpoint.export_adapter
+    if is_merged and config.model.as_published:
+        return f"get the adapter by itself with {command} --adapter"
+    return f"export again with {command}"
 
 
 def plan_line(plan: Plan) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from drumline.core.explain import EXPORT_FAILED, way_to_export
 from drumline.core.files import is_own_checkpoint, numbered
 from drumline.core.launcher import OnOutOfMemory
 from drumline.core.output import say
@@ -19,7 +20,22 @@ from drumline.hardware.detect import free_bytes
 from drumline.launchers.environment import listen
 from drumline.launchers.hangs import write_stacks
 from drumline.launchers.postmortem import RankEnd, Restarts, exhausted, likely_cause, report, root_cause
-from drumline.telemetry.events import Emit, Eval, Event, EventLog, Fault, Restore, RunStart, Save, Step, read, tail
+from drumline.telemetry.events import (
+    Emit,
+    Eval,
+    Event,
+    EventLog,
+    Export,
+    Exporting,
+    Fault,
+    Restore,
+    RunEnd,
+    RunStart,
+    Save,
+    Step,
+    read,
+    tail,
+)
 from drumline.telemetry.watched import Hang
 
 if TYPE_CHECKING:
@@ -84,8 +100,13 @@ def launch(
             code = exit_code(ends, signals.number)
             if code is not None:
                 _report_end(ends, code, signals.number, plan)
+                if code == 0:
+                    _report_failed_export(events_path, past)
                 return NotSaved.exit_code if code == NotSaved.rank_code else code
             cause = root_cause(ends)
+            if not signals.number and _was_exporting(events_path, past):
+                _report_lost_export(cause, plan, events_path)
+                return 0
             reached, failed_at = progress_since(events_path, past)
             out, memory_line, again = exhausted(cause), None, ""
             if signals.number:
@@ -156,6 +177,29 @@ def progress_since(events_path: Path, past: int) -> tuple[int, int]:
     times: hosts have clocks of their own."""
     steps = [(event.step, number >= past) for number, event in enumerate(read(events_path)) if isinstance(event, MILESTONES)]
     return max((step for step, _ in steps), default=-1), ([step for step, mine in steps if mine] or [-1])[-1]
+
+
+def _was_exporting(events_path: Path, past: int) -> bool:
+    """Whether the attempt that began after `past` events had finished its run, and was ended while it exported."""
+    events = read(events_path)[past:]
+    return bool(events) and isinstance(events[-1], Exporting)
+
+
+def _report_failed_export(events_path: Path, past: int) -> None:
+    """Print why the attempt that began after `past` events exported nothing, if that failed."""
+    exports = [event for event in read(events_path)[past:] if isinstance(event, Export)]
+    if exports and exports[-1].error:
+        say(f"note: {exports[-1].error}")
+
+
+def _report_lost_export(cause: RankEnd, plan: Plan, events_path: Path) -> None:
+    """End a run that is finished, but for its export: the rank that wrote it was killed. A restart would be killed at the same place."""
+    error = f"{EXPORT_FAILED}: {cause.name} {cause.message.splitlines()[0]}; {way_to_export(plan)}"
+    say(f"note: {error}; see {cause.log}")
+    log = EventLog(events_path)
+    log.emit(Export(path=None, seconds=0.0, max_logit_difference=None, error=error))
+    last_step = max((event.step for event in read(events_path) if isinstance(event, Exporting)), default=0)
+    log.emit(RunEnd(status="finished", exit_code=0, step=last_step, goodput={}))
 
 
 def exit_code(ends: list[RankEnd], signal: int) -> int | None:

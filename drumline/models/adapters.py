@@ -22,7 +22,7 @@ from torch import nn
 from drumline.core.config import LoRAConfig, LoRAFactors
 from drumline.core.registry import nearest
 from drumline.dist.seeds import derive, drawing
-from drumline.errors import ModelError
+from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import require_package
 from drumline.models.blocks import blocks, whole_layer
 from drumline.models.packed import PackedLinear
@@ -34,6 +34,8 @@ TRAINED = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector)\.[^.]+\.weight$|\
 WHERE = "adapter.targets"
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ROUNDS = 16  # of subspace iteration for `pissa_fast`
+PROBES = 16  # products that a merged layer is compared by
+UNMERGED = "drumline export RUN --to FOLDER --adapter writes the adapter by itself"
 
 
 def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) -> list[str]:
@@ -217,16 +219,68 @@ def switched(model: nn.Module, on: bool) -> Iterator[None]:
             layer._disable_adapters = disabled
 
 
+@torch.no_grad()
 def merge(model: Any) -> None:
-    """Add each adapter to its base layer, and put that layer back in its place. Raises ModelError for one that is not finite."""
-    for name, module in list(_tuned(model)):
-        try:
-            module.merge(safe_merge=True)
-        except ValueError as error:
-            raise ModelError(f"the adapter of {name} cannot be merged: {error}", where=WHERE) from None
+    """Add each adapter to its base layer, and put that layer back in its place.
+
+    Low-rank factors are merged in fp64, so only the last step rounds: an entry of the merged weight is off by half a unit in its last
+    place at most, whatever kind the adapter has. That takes the room of a few fp64 copies of one layer at a time. The result is held
+    against the layer's own forward, which is what was trained (`_require_same_products`). Trained rows of tokens are copied as they are.
+
+    Raises ModelError for an adapter that is not finite, and DrumlineError for a merged layer that is not the trained one.
+    """
+    for name, layer in list(_tuned(model)):
+        base: Any = layer.get_base_layer()
+        if hasattr(layer, "token_indices"):
+            _merge_layer(name, layer)
+        else:
+            dtype = base.weight.dtype
+            layer.eval().double()
+            inputs = _signs(layer.in_features)
+            products = layer(inputs)
+            _merge_layer(name, layer)
+            base.to(dtype)
+            _require_same_products(name, base, inputs, products)
         outer, _, own = name.removesuffix(".token_adapter").rpartition(".")
-        setattr(model.get_submodule(outer), own, module.get_base_layer())
+        setattr(model.get_submodule(outer), own, base)
     del model.peft_config
+
+
+def _merge_layer(name: str, layer: Any) -> None:
+    try:
+        layer.merge(safe_merge=True)
+    except ValueError as error:
+        raise ModelError(f"the adapter of {name} cannot be merged: {error}", where=WHERE) from None
+
+
+def _signs(width: int) -> torch.Tensor:
+    """Return random rows of 1 and -1, float64[PROBES, width], always the same ones."""
+    generator = torch.Generator().manual_seed(0)
+    return 2.0 * torch.randint(0, 2, (PROBES, width), generator=generator).double() - 1.0
+
+
+def _require_same_products(name: str, base: Any, inputs: torch.Tensor, products: torch.Tensor) -> None:
+    """Raise DrumlineError unless a merged layer gives the products of the adapted layer, up to the rounding of its own weight.
+
+    `inputs`: of `_signs`. `products`: what the adapted layer gave for them in fp64, float64[PROBES, out]. A row of random signs misses a
+    weight that is another one with a probability of a half at most (Freivalds, 1977). With the unit of roundoff u of its type an entry
+    w of the merged weight is off by u|w| at most, so a product with ±1 is off by the sum of u|w| over its inputs; half as much again
+    is for the arithmetic in fp64, and the smallest normal number for the entries below it.
+    """
+    from drumline.vendor.transformers import Conv1D
+
+    limits = torch.finfo(base.weight.dtype)
+    matrix = base.weight.double()
+    if not isinstance(base, Conv1D):
+        matrix = matrix.T
+    merged = inputs @ matrix
+    if base.bias is not None:
+        merged += base.bias.double()
+    allowed = 1.5 * limits.eps / 2 * matrix.abs().sum(0) + limits.tiny * len(matrix)
+    worst = float(((merged - products).abs() / allowed).max())
+    if not worst <= 1:
+        what = f"the merged weight of {name} is not the trained one: its products are {worst:.3g} times as far off as rounding allows"
+        raise DrumlineError(what, where=WHERE, fix=UNMERGED)
 
 
 def require_trained(model: nn.Module) -> None:

@@ -32,6 +32,7 @@ from drumline.models.classes import LM, auto_class, is_vision_language, reads_im
 from drumline.models.files import OnProgress, beside, find_file, quiet, tokenizer_folder, weights_digest
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config
+from drumline.models.rounding import ROUNDED_BITS, largest_difference, rounding_limit
 from drumline.models.scores import VALUE, grey_image
 from drumline.models.shards import canonical_tensors
 from drumline.models.small import probe
@@ -42,9 +43,6 @@ from drumline.models.vision import PROCESSOR_FILES, load_processor
 Which = Literal["last", "best"] | int
 PROVENANCE = "drumline.json"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-TOLERANCE = 1e-5
-# ‖a − b‖ / ‖b‖ of logits before and after weights are rounded: an entry is off by at most 2⁻⁹ or 2⁻¹² of itself, and blocks add these up.
-ROUNDING = {"bf16": 0.1, "fp16": 0.02}
 VALUE_FILE = "value_head.safetensors"
 
 
@@ -110,8 +108,7 @@ def export(
         expected = _logits(model.float(), plan)
         del model, trainable  # so that the host has only one of the two models in memory
         gc.collect()
-        again = _logits(_read_back(temporary, base, plan, source), plan)
-        difference = _require_equal(expected, again, TOLERANCE, "the folder does not read back as the same model", str(temporary))
+        difference = _require_read_back(_read_back(temporary, base, plan, source), expected, plan, temporary)
         progress("export", 3, 4)
         _share_alike(temporary)
         take_name(temporary, to, temporary.with_name(f"{temporary.name}-old"))
@@ -134,22 +131,38 @@ def _dtype(wanted: str, plan: Plan, adapter: bool) -> str:
 
 
 def _round(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tuple[list[Any], float]:
-    """The trainable parameters, now in `dtype`, and what that changed (see ExportResult). Raises DrumlineError where it is too much."""
-    exact = _logits(model, plan) if dtype in ROUNDING else None
+    """Round the trainable parameters to `dtype`, and return them with what that changed (see ExportResult).
+
+    How far a type of 8 or 11 bits moves the logits is the model's own matter, and
+    `ExportResult.rounding` says it. Refused is what these bits do not explain: weights beyond the
+    range of the type, which become infinite or zero. The limit is what moving each weight within
+    the bits that the type lacks does to the same logits. Raises DrumlineError beyond it.
+    """
     # Parameters only: rounded rotary frequencies, which no file holds, would make another model.
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trainable:
-        parameter.data = parameter.data.to(getattr(torch, DTYPES[dtype]))
-    if exact is None:
+    narrow = getattr(torch, DTYPES[dtype])
+    if dtype not in ROUNDED_BITS:
+        for parameter in trainable:
+            parameter.data = parameter.data.to(narrow)
         return trainable, 0.0
+    exact = _logits(model, plan)
+    bits = ROUNDED_BITS[dtype]
+    limit = rounding_limit(lambda: _logits(model, plan), exact, trainable, lambda _: bits)
+    for parameter in trainable:
+        parameter.data = parameter.data.to(narrow)
     kept = [parameter.data for parameter in trainable]
-    off = float(torch.linalg.vector_norm(_logits(model.float(), plan) - exact) / max(float(torch.linalg.vector_norm(exact)), TOLERANCE))
+    rounded = _logits(model.float(), plan)
     for parameter, data in zip(trainable, kept, strict=True):
         parameter.data = data
-    if not off <= ROUNDING[dtype]:
-        what = f"rounded to {dtype} it is another model: logits differ by {off:.0%}"
-        raise DrumlineError(what, where=str(checkpoint), fix="drumline export --dtype fp32, or checkpoint.export_dtype: fp32")
-    return trainable, off
+    difference = largest_difference(rounded, exact)
+    if not difference <= limit:
+        what = f"{dtype} does not hold its weights: logits differ by {difference:g}"
+        what += f", where rounding alone gives {limit:g} at most"
+        fix = "drumline export --dtype fp32, or checkpoint.export_dtype: fp32"
+        raise DrumlineError(what, where=str(checkpoint), fix=fix)
+    size = float(torch.linalg.vector_norm(exact))
+    change = float(torch.linalg.vector_norm(rounded - exact))
+    return trainable, change / max(size, torch.finfo(exact.dtype).tiny)
 
 
 def exported(run_dir: Path, adapter: bool, progress: OnProgress, trust: bool = False) -> Path:
@@ -204,14 +217,28 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
     if isinstance(adapter, LoRAConfig):
         adapters.require_trained(built)
         if merged:
-            apart = _logits(built, plan)
-            adapters.merge(built)
-            # A sum of weights rounds differently from a sum of products, so this is relative to the largest logit.
-            near = 10 * TOLERANCE * max(1.0, float(apart.abs().max()))
-            _require_equal(apart, _logits(built, plan), near, "the merged model is not the one that was trained", str(checkpoint))
+            _merge(built, plan, checkpoint)
     if merged:
         built.requires_grad_(True)
     return built.eval()
+
+
+def _merge(model: Any, plan: Plan, checkpoint: Path) -> None:
+    """Merge the adapters of a model in eval mode, fp32. Raises DrumlineError where that makes another model.
+
+    `adapters.merge` proves each layer by itself, in fp64. The logits of the whole show what no layer
+    shows, such as a weight that two layers share. They may differ by what rounding does to them:
+    the sum of two products is rounded otherwise than the product of a sum. The limit for that is
+    measured in fp32, since an fp64 copy of an 8B model would take 64 GB.
+    """
+    trained = _logits(model, plan)
+    limit = rounding_limit(lambda: _logits(model, plan), trained, model.parameters())
+    adapters.merge(model)
+    difference = largest_difference(_logits(model, plan), trained)
+    if not difference <= limit:
+        what = f"the merged model is not the trained one: logits differ by {difference:g}"
+        what += f", where rounding gives {limit:g} at most"
+        raise DrumlineError(what, where=str(checkpoint), fix=adapters.UNMERGED)
 
 
 def _save_reader(plan: Plan, model: ModelConfig, module: Any, folder: Path) -> None:
@@ -342,9 +369,20 @@ def _logits(model: Any, plan: Plan) -> Any:
         return model.eval()(**inputs).logits
 
 
-def _require_equal(logits: Any, exported: Any, tolerance: float, failure: str, where: str) -> float:
-    """The largest difference. Raises DrumlineError above `tolerance`."""
-    difference = float((logits - exported).abs().max())
-    if not difference <= tolerance:
-        raise DrumlineError(f"{failure}: logits differ by {difference:g}", where=where)
+def _require_read_back(model: Any, expected: torch.Tensor, plan: Plan, folder: Path) -> float:
+    """Return the largest difference of the logits of a model that was read back, fp32, from `expected`.
+
+    A whole model has the same weights to the last bit and the same arithmetic, so they are equal.
+    Adapters over their base are added up in another way where factors began in the base layer: then
+    the limit is what rounding does to these logits. Raises DrumlineError beyond it.
+    """
+    again = _logits(model, plan)
+    if torch.equal(again, expected):
+        return 0.0
+    difference = largest_difference(again, expected)
+    limit = rounding_limit(lambda: _logits(model, plan), again, model.parameters())
+    if not difference <= limit:
+        what = f"the folder does not read back as the same model: logits differ by {difference:g}"
+        what += f", where rounding gives {limit:g} at most"
+        raise DrumlineError(what, where=str(folder))
     return difference

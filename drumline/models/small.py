@@ -77,7 +77,12 @@ def try_small(model: Any, device: str, trial: Callable[[Any, torch.Tensor], T], 
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal up to rounding, relative to the largest value: one logit may be near zero by cancellation."""
+    """Return whether two outputs of a small copy are equal up to rounding, relative to the largest value.
+
+    One logit may be near zero by cancellation, so an entry is not held against itself. The copy has a few layers and always the same
+    random weights, so the answer is a property of its class and device, not of a run's weights. A sum of n products is off by about √n
+    units of roundoff (`rounding.product_bits`); 100 eps are 200 units, enough for sums of 40,000 products in any order.
+    """
     return a.shape == b.shape and float((a - b).abs().max()) <= 100 * torch.finfo(a.dtype).eps * float(a.abs().max())
 
 

@@ -297,11 +297,12 @@ def checkpoints(run: RunFacts, drawings: Drawings) -> Html | None:
             ]
         )
     export = run.last("export")
-    line = (
-        tag("p", "Exported to ", tag("code", export.get("path")), f"; largest difference of logits {export.get('max_logit_difference')}")
-        if export
-        else ""
-    )
+    line = ""
+    if export and export.get("error"):
+        line = tag("p", export["error"])
+    elif export:
+        difference = export.get("max_logit_difference")
+        line = tag("p", "Exported to ", tag("code", export.get("path")), f"; largest difference of logits {difference}")
     metric = f"eval.metric ({run.config.get('eval.metric')})"
     return (
         join((table(["after step", "state", metric, "size", "written in", "training waited", "at"], rows), line))

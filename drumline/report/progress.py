@@ -292,7 +292,9 @@ class Progress:
             lines.append(f"  sent    {size(_mean(self.sent))} a rank and step, mean of {len(self.sent)} steps")
         if self.profile:
             lines += self._operators(self.profile)
-        if self.export:
+        if self.export and self.export.error:
+            lines.append("  model   not exported: the note says why, and how to get it")
+        elif self.export:
             lines.append(f"  model   {self.export.path}  (load it with transformers' from_pretrained)")
         lines += [f"  events  {run_dir}/events.jsonl", "next:"]
         if Path(run_dir, "tensorboard").is_dir():

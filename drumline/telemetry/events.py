@@ -256,10 +256,15 @@ class Preempt(Event, kind="preempt"):
     signal: str  # that requested it
 
 
+class Exporting(Event, kind="exporting"):
+    step: int  # the last one: the run is finished and its weights are saved, so what fails from here on is the export alone
+
+
 class Export(Event, kind="export"):
-    path: str  # the Hugging Face folder
+    path: str | None  # the Hugging Face folder; null where the export failed
     seconds: float  # it took
-    max_logit_difference: Number  # between the trained model and the folder read back
+    max_logit_difference: Number  # between the trained model and the folder read back; null where the export failed
+    error: str | None = None  # why it failed, and what to do; the run is finished nevertheless
 
 
 class Profiled(Event, kind="profile"):

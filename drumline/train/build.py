@@ -27,6 +27,7 @@ from drumline.core.files import is_own_checkpoint
 from drumline.core.load import refused, saved_config
 from drumline.core.plan import Plan
 from drumline.core.resolve import going_on
+from drumline.core.run import EvalConfig
 from drumline.core.signals import StopFlag
 from drumline.core.urls import FETCHED, is_url
 from drumline.data.cache import TokenCache, verify_in_background
@@ -46,7 +47,7 @@ from drumline.telemetry.traffic import Traffic
 from drumline.train.loop import Loop
 from drumline.train.references import Reference
 from drumline.train.saving import Saver
-from drumline.train.state import Goodput, TrainState
+from drumline.train.state import Goodput, TrainState, judged
 from drumline.train.streams import Batches, FirstPass, Streams, build_streams, fixed_width
 
 MODEL = re.compile(r"(^|(?<=/))model\.")  # the section of weights, of the policy or of another role (ROLE/model.…)
@@ -202,7 +203,7 @@ class Start:
     path: Path | None
     skipped: list[dict[str, str]]
     checkpoint_keys: frozenset[str]  # names of the models' tensors that are in it, without their section
-    rated_by: dict[str, str] = field(default_factory=dict)  # of the plan: metric and mode of `eval`
+    evaluation: EvalConfig = field(default_factory=EvalConfig)  # of the plan: its metric and mode rate checkpoints
 
     @classmethod
     def find(cls, plan: Plan, resume: str, memory: Memory | None = None) -> Start:
@@ -229,7 +230,7 @@ class Start:
                 RankGroup.all(error_type=CheckpointError).first(partial(make_newest, Path(resume)))
         names = read_manifest(path).tensors if path else ()
         keys = frozenset(re.sub(MODEL, "", name) for name in names if re.search(MODEL, name))
-        return cls(path, skipped, keys, {"metric": plan.config.eval.metric, "mode": plan.config.eval.mode})
+        return cls(path, skipped, keys, plan.config.eval)
 
     def keys_of(self, name: str) -> frozenset[str]:
         """Of one of the models that a session has; "" for the only one."""
@@ -249,8 +250,16 @@ class Start:
                 tensors[weight].add_(value)
             state = TrainState(**saved["trainer"])
             before = saved["config"].get("eval", {})
-            if any(before.get(key, value) != value for key, value in self.rated_by.items()):
+            rating = {"metric": self.evaluation.metric, "mode": self.evaluation.mode}
+            if any(before.get(key, value) != value for key, value in rating.items()):
                 state.best, state.mark, state.stale = None, None, 0  # measured by another metric
+            manifest = read_manifest(self.path)
+            # After steps that changed nothing (`skips`) the metric of the same weights was counted before the save.
+            was_rated_later = 0 <= state.evaluated < state.step and not state.skips
+            if was_rated_later and manifest.metric is not None and manifest.rated == f"{self.evaluation.mode} {self.evaluation.metric}":
+                # An evaluation after the save, whose metric was written beside it (Checkpointer.write_metric).
+                judged({self.evaluation.metric: manifest.metric}, self.evaluation, state)
+                state.evaluated = state.step
             engine.load_state({**saved["engine"], "step": state.step}, tensors)
             if state.step < 0 or state.position < 0:
                 raise CheckpointError(f"state.json says step {state.step}, position {state.position}", where=str(self.path))

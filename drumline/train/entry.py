@@ -16,7 +16,7 @@ from pathlib import Path
 from drumline import __version__
 from drumline.checkpoint.remote import Store, copy_run_files
 from drumline.core import heartbeat
-from drumline.core.explain import plan_line, strategy_name
+from drumline.core.explain import EXPORT_FAILED, plan_line, strategy_name, way_to_export
 from drumline.core.output import say
 from drumline.core.plan import Plan
 from drumline.core.redact import redact
@@ -28,7 +28,7 @@ from drumline.launchers import watcher
 from drumline.launchers.environment import launched_by
 from drumline.launchers.lease import guarded
 from drumline.telemetry import flight
-from drumline.telemetry.events import Emit, Event, EventLog, Export, Number, RunEnd, RunStart, read
+from drumline.telemetry.events import Emit, Event, EventLog, Export, Exporting, Number, RunEnd, RunStart, read
 from drumline.telemetry.measure import planned
 from drumline.telemetry.trackers import Callbacks, open_sinks
 from drumline.telemetry.watched import Devices
@@ -190,12 +190,27 @@ class MainReporter(Reporter):
         super().emit(event)
 
     def export(self) -> None:
-        """The Hugging Face folder at the end of a finished run."""
-        config = self.plan.config
-        which = config.checkpoint.export
-        if which == "none":
+        """Write the Hugging Face folder at the end of a finished run.
+
+        The run is finished and its weights are saved by now, so an export that fails is reported and fails nothing else: a restart
+        would come to the same export.
+        """
+        if self.plan.config.checkpoint.export == "none":
             return
         gc.collect()  # the engine's circles
+        self.emit(Exporting(step=self.last_step))
+        began = time.time()
+        try:
+            self._export()
+        except Exception as failure:  # noqa: BLE001 - whatever stops an export, such as a full disk or memory, the run is finished
+            error = f"{EXPORT_FAILED}: {_error_line(failure)}; {way_to_export(self.plan)}"
+            say(f"note: {error}")
+            self.emit(Export(path=None, seconds=time.time() - began, max_logit_difference=None, error=error))
+
+    def _export(self) -> None:
+        config = self.plan.config
+        which = config.checkpoint.export
+        assert which != "none", "the caller has looked"
         run_dir = Path(self.plan.run_dir)
         if config.plain:
             from drumline.models.own import export_weights

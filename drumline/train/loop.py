@@ -109,22 +109,21 @@ class Loop:
             except GoBack as back:
                 self._go_back(back)
         self.profile.after(self.state.step, last=True)
-        rates = False
         if not config.eval.steps or (self.state.step % config.eval.steps and self.state.evaluated != self.state.step):
-            rates = self._evaluate_last()
-        self._save_last(rates)
+            self._evaluate_last()
+        self._save_last()
         self.measure.finish(self.state.step)
         if self.meter is not None:
             _, devices = self.gather({}, *self.meter.values(now=True))
             if (read := self.meter.event(self.state.step, devices, now=True)) is not None:
                 self.emit(read)
 
-    def _evaluate_last(self) -> bool:
-        """Where it may fail, the weights are saved before. True: they are the best, and are to be saved with what it measured."""
+    def _evaluate_last(self) -> None:
+        """Where it may fail, the weights are saved before."""
         if self.tasks is not None:
             self._save_last()
         try:
-            return self.evaluate() and self.plan.config.checkpoint.keep_best
+            self.evaluate()
         except ConfigError:  # no such metric: on all ranks
             self._save_last()
             raise
@@ -372,13 +371,13 @@ class Loop:
             self._land()
             self.rollouts.report()
 
-    def _save_last(self, rates: bool = False) -> None:
+    def _save_last(self) -> None:
         self._land()
         heartbeat.beat("save")
         if self.plan.saves:
             self.weights.check(self.state.step)
             with self.goodput.spend("save"):
-                self.saver.save_last(self.metric, rates)
+                self.saver.save_last(self.metric)
 
 
 def _added(sums: dict[str, float], more: dict[str, float]) -> dict[str, float]:

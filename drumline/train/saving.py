@@ -70,16 +70,24 @@ class Saver:
         if self.memory is not None:
             self.memory.wait()
 
-    def save_last(self, metric: float | None, rates: bool = False) -> None:
-        """Leave the run with these very weights on disk; where `rates`, once more if their metric is only known now. A save that fails in
-        a way that may pass is tried again: for `checkpoint.wait_seconds`, and after a stop signal for half of `launch.grace_seconds`; the
-        other half is for another disk. Collective. Raises NotSaved."""
+    def save_last(self, metric: float | None) -> None:
+        """Leave the run with these very weights on disk, and with their metric where that is known.
+
+        Weights that are saved already get a metric that is only known now beside them. A save that fails in a way that may pass is tried
+        again: for `checkpoint.wait_seconds`, and after a stop signal for half of `launch.grace_seconds`; the other half is for another
+        disk. Collective. Raises NotSaved.
+        """
         # Waiting first: only then do all ranks know the same of the save in flight, and decide alike.
         self.report(self.checkpointer.wait())
         began, limit, hurried = 0.0, self.plan.config.checkpoint.wait_seconds, False
         self.failed = 0
-        if rates and metric is not None and self.metric is None:
-            self.saved_step = -1
+        is_unrated = self.saved_step == self.state.step and self.metric is None
+        if metric is not None and is_unrated:
+            error = self.checkpointer.write_metric(self.state.step, metric)
+            if error is None:
+                self.metric = metric
+            else:
+                self.saved_step = -1  # saving again writes both, or says what is wrong with the disk
         while self.saved_step != self.state.step:
             self.save(metric)
             results = self.checkpointer.wait()

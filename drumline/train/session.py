@@ -400,7 +400,7 @@ class Session:
         self._land()
         own.require_json(self.state, drop=True)
         if self.steps:
-            self.saver.save_last(self.metric, rates=self.plan.config.checkpoint.keep_best)
+            self.saver.save_last(self.metric)
 
     def _stop_if_requested(self) -> None:
         if self._signal:

@@ -39,6 +39,29 @@ def roots(folder: Path) -> list[Path]:
     return [folder / f"host-{host}" / "checkpoints" for host in range(HOSTS)]
 
 
+def rated(folder: Path) -> str | None:
+    """A checkpoint that gets its metric later; each host keeps its manifest of before, beside its checkpoints."""
+    root = root_of(folder, True)
+    checkpointer = Checkpointer(root, 2, True, "min", False, replicas=1)
+    checkpointer.save(1, content(1), {"step": 1}, None)
+    checkpointer.wait()
+    shutil.copyfile(root / "step-00000001" / "part.json", root.parent / "before.json")
+    return checkpointer.write_metric(1, 0.5)
+
+
+def test_a_metric_that_did_not_reach_all_hosts_loses_no_checkpoint(tmp_path: Path) -> None:
+    """A kill came after one host had written it; the next start puts the parts together, and all hosts have it."""
+    assert run(HOSTS, rated, tmp_path) == [None] * HOSTS
+    for root in roots(tmp_path):
+        assert read_part(root / "step-00000001")[0].metric == 0.5
+    for root in roots(tmp_path)[1:]:
+        shutil.copyfile(root.parent / "before.json", root / "step-00000001" / "part.json")
+    assert run(HOSTS, resume, tmp_path) == [1] * HOSTS
+    for root in roots(tmp_path):
+        found = newest(root, verify=True)
+        assert found.path is not None and read_part(found.path)[0].metric == 0.5
+
+
 def test_a_host_that_loses_its_disk_costs_nothing(tmp_path: Path) -> None:
     assert run(HOSTS, saved, tmp_path, 3, 1) == [[None] * 3] * HOSTS
     for root in roots(tmp_path):

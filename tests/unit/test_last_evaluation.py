@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from drumline.checkpoint.load import newest
+from drumline.checkpoint.load import check, newest, pointed
 from drumline.checkpoint.manifest import make_newest, read_manifest
+from drumline.checkpoint.remote import choose
+from drumline.checkpoint.save import Checkpointer
 from drumline.core.load import load
 from drumline.core.plan import Plan
+from drumline.core.run import EvalConfig
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
+from drumline.train.build import Start
 from drumline.train.setup import Request, make_plan
+from drumline.train.state import TrainState
 from drumline.train.tasks import Tasks
 from tests.harness import write_config
 from tests.tiny import tiny_model_dir
@@ -30,8 +36,53 @@ def test_the_last_weights_are_rated_though_they_were_saved_before(tmp_path: Path
     """Step 6 is one of `checkpoint.every`, and is evaluated as the last."""
     built, said = loop(tmp_path, checkpoint={"every": 2}, eval={"every": 4}, schedule="constant")
     built.run()
-    assert [e["step"] for e in of(said, "eval")] == [0, 4, 6] and [e["step"] for e in of(said, "save")] == [2, 4, 6, 6]
+    assert [e["step"] for e in of(said, "eval")] == [0, 4, 6] and [e["step"] for e in of(said, "save")] == [2, 4, 6]
     assert metric_of_the_newest(tmp_path) == built.state.best == of(said, "eval")[-1]["loss"]
+    best = pointed(tmp_path / "checkpoints", "best")
+    assert best is not None and best.name == "step-00000006"
+
+
+@pytest.mark.parametrize("loss", [1.0, 3.0], ids=["the best", "not the best"])
+def test_the_metric_of_the_last_weights_is_written_beside_them(tmp_path: Path, loss: float) -> None:
+    """No tensor is written again, and retention and a start that goes on know the metric."""
+    checkpointer = Checkpointer(tmp_path, keep=1, keep_best=True, mode="min loss", asynchronous=True)
+    state = {"trainer": TrainState(step=4, evaluated=2, best=2.0).dump(), "engine": {}, "config": {}}
+    for step, metric in ((2, 2.0), (4, None)):
+        checkpointer.save(step, {"model.w": torch.ones(3)}, state, metric)
+    assert checkpointer.write_metric(4, float("nan")) is None
+    (shard,) = (tmp_path / "step-00000004").glob("*.distcp")
+    before = shard.stat()
+    assert checkpointer.write_metric(4, loss) is None
+    assert (shard.stat().st_ino, shard.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    best = pointed(tmp_path, "best")
+    assert best is not None and best.name == ("step-00000004" if loss < 2 else "step-00000002")
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == sorted({best.name, "step-00000004"})
+    manifest = check(tmp_path / "step-00000004", verify=True, alone=True)
+    assert (manifest.metric, manifest.rated) == (loss, "min loss")
+    start = Start(tmp_path / "step-00000004", [], frozenset(), EvalConfig(every=2, patience=3))
+    restored = start.restore(Restored(), lambda _: None, 0.0)  # type: ignore[arg-type]
+    assert (restored.evaluated, restored.best, restored.stale) == (4, min(2.0, loss), 0)
+
+
+def test_the_copy_at_a_url_gets_the_metric_too(tmp_path: Path) -> None:
+    url = f"file://{tmp_path / 'store'}"
+    checkpointer = Checkpointer(tmp_path / "run" / "checkpoints", 1, True, "min loss", False, url=url)
+    for step, metric in ((2, 2.0), (4, None)):
+        checkpointer.save(step, {"model.w": torch.ones(3)}, {"step": step}, metric)
+    assert checkpointer.write_metric(4, 1.0) is None
+    _, folder, manifest = choose(url, "best")
+    assert folder == "checkpoints/step-00000004" and manifest.metric == 1.0
+    assert checkpointer.remote is not None and checkpointer.remote.store.folders("checkpoints") == ["step-00000004"]
+
+
+def test_a_metric_that_cannot_be_written_loses_no_weights(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, keep=2, keep_best=True, mode="min loss", asynchronous=False)
+    checkpointer.save(4, {"model.w": torch.ones(3)}, {"step": 4}, None)
+    assert "step-00000006" in str(checkpointer.write_metric(6, 1.0))
+    manifest = tmp_path / "step-00000004" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("4", "5"))
+    assert "checksum differs" in str(checkpointer.write_metric(4, 1.0))
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000004"]
 
 
 def test_a_metric_that_there_is_not_loses_no_weights(tmp_path: Path) -> None:
@@ -54,6 +105,19 @@ def test_tasks_that_break_lose_no_weights(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFault):
         built.run()
     assert [e["step"] for e in of(said, "save")] == [6]
+
+
+class Restored:
+    """An engine with one weight, which goes on from a checkpoint."""
+
+    def __init__(self) -> None:
+        self.weight = torch.zeros(3)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"model.w": self.weight}
+
+    def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        assert state["step"] == 4 and torch.equal(self.weight, torch.ones(3))
 
 
 class Scored(Tasks):

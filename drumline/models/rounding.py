@@ -1,0 +1,99 @@
+"""Limits for checks that compare two computations of one model: how far rounding moves its outputs.
+
+A fixed limit suits no model: the same rounding moves the logits of a fresh model by 1e-6, and those
+of a trained one by 1e-2. So the limit is measured on the model itself. Each weight is moved at
+random by as much as rounding may move it or its product, and the outputs are compared with those
+before. This is Monte Carlo arithmetic (Parker, 1997), with the random errors put into the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+DRAWS = 3
+MARGIN = 4  # the largest of a few random distances may be smaller than the next one
+PATTERN_ENTRIES = 2**16
+# Low bits of an fp32 number within which rounding to a narrower type moves it: half a unit in the
+# last place of 8 and of 11 bits.
+ROUNDED_BITS = {"bf16": 15, "fp16": 12}
+
+Bits = Callable[[torch.Tensor], int]
+
+
+def largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest absolute difference of two tensors.
+
+    It is infinite where their shapes differ or a number is not finite.
+    """
+    if one.shape != other.shape:
+        return math.inf
+    difference = float((one - other).abs().max())
+    return difference if math.isfinite(difference) else math.inf
+
+
+def product_bits(weight: torch.Tensor) -> int:
+    """Return within how many low bits of an fp32 weight the rounding of its product in fp32 lies.
+
+    A sum of n products is off by about √n units of roundoff, in whatever order it is added up
+    (Higham and Mary, 2019, "A new approach to probabilistic rounding error analysis"), and a unit
+    in the last place of a weight is two of these. Vectors are added or multiplied entry by entry:
+    n is 1. A convolution sums over all but its first dimension, other weights over their last.
+    """
+    if weight.ndim < 2:
+        terms = 1
+    elif weight.ndim < 4:
+        terms = weight.shape[-1]
+    else:
+        terms = weight[0].numel()
+    return 1 + math.ceil(math.log2(terms) / 2)
+
+
+def rounding_limit(
+    outputs: Callable[[], torch.Tensor],
+    expected: torch.Tensor,
+    weights: Iterable[torch.Tensor],
+    bits: Bits = product_bits,
+) -> float:
+    """Return by how much outputs of any shape may differ from `expected` through rounding alone.
+
+    `outputs` is called DRAWS times while the fp32 tensors among `weights` are moved within their
+    low `bits`. They have their old values again afterwards, to the last bit. No copy of the weights
+    is made.
+    """
+    moved = [weight.data for weight in weights if weight.dtype == torch.float32 and weight.numel()]
+    largest = 0.0
+    for seed in range(DRAWS):
+        with _moved(moved, bits, seed):
+            distance = largest_difference(outputs(), expected)
+        if math.isfinite(distance):  # a model whose outputs are not finite equals no other
+            largest = max(largest, distance)
+    return MARGIN * largest
+
+
+@contextmanager
+def _moved(weights: list[torch.Tensor], bits: Bits, seed: int) -> Iterator[None]:
+    """Within, the low bits of weights are others: exclusive or with random ones, which undoes itself."""
+    _flip_low_bits(weights, bits, seed)
+    try:
+        yield
+    finally:
+        _flip_low_bits(weights, bits, seed)
+
+
+def _flip_low_bits(weights: list[torch.Tensor], bits: Bits, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for weight in weights:
+        rows: Any = torch.atleast_1d(weight).view(torch.int32)
+        rows_at_once = min(len(rows), max(1, PATTERN_ENTRIES * len(rows) // rows.numel()))
+        shape = (rows_at_once, *rows.shape[1:])
+        highest = 2 ** bits(weight)
+        drawn = torch.randint(0, highest, shape, dtype=torch.int32, generator=generator)
+        pattern = drawn.to(rows.device)
+        for start in range(0, len(rows), rows_at_once):
+            part = rows[start : start + rows_at_once]
+            part.bitwise_xor_(pattern[: len(part)])
