@@ -20,6 +20,7 @@ from drumline.core.model import ModelConfig
 from drumline.core.plan import DataPlan, RolePlan
 from drumline.core.registry import entry_points, package_of
 from drumline.core.rollouts import require_room
+from drumline.core.unadapted import describe_unadapted, find_unadapted
 from drumline.errors import ConfigError, DataError, ModelError, PlanError, UserError
 from drumline.hardware.cluster import Cluster, calibration_for
 from drumline.hardware.detect import detect
@@ -144,7 +145,8 @@ def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
     if not config.images_alone:
         shapes.check_length(question.facts.max_positions, config.data.max_length)
         require_room(config.algorithm.new_tokens, config.data.max_length)
-    return PlanRequest(question, (*notes, *cluster.notes), policy)
+    unadapted = describe_unadapted(find_unadapted(question.facts, config.adapter))
+    return PlanRequest(question, (*notes, *unadapted, *cluster.notes), policy)
 
 
 def assemble(
