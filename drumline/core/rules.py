@@ -88,6 +88,10 @@ def _adapters(case: Case) -> Iterator[Refusal]:
         if adapter.trainable_tokens and case.mesh.tp * case.mesh.pp > 1:
             reason = "PEFT lays their rows over a whole embedding and a head tied to it, which are cut, or lie on two stages"
             yield Refusal("trainable tokens × tp, pp", reason, "use strategy=fsdp2, or modules_to_save", "adapter.trainable_tokens")
+        has_embedding = case.facts is not None and any(".lora_embedding_A." in weight.name for weight in case.facts.end_weights)
+        if has_embedding and case.strategy.data_parallel(case.mesh) == "dp" and case.device == "cuda":
+            reason = "nn.DataParallel makes no copies of a dictionary of parameters, in which PEFT keeps an embedding's factors"
+            yield Refusal("an adapter over the embedding × dp", reason, "use strategy=ddp", "adapter.targets")
         if adapter.trainable_tokens and case.strategy.data_parallel(case.mesh) == "dp" and case.device == "cuda":
             reason = "nn.DataParallel makes no copies of a dictionary of parameters, in which PEFT keeps them"
             yield Refusal("trainable tokens × dp", reason, "use strategy=ddp", "adapter.trainable_tokens")

@@ -6,6 +6,7 @@ taken off the base layer) and rows of tokens: these begin as functions of a whol
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import re
 import sys
@@ -24,28 +25,38 @@ from drumline.core.registry import nearest
 from drumline.dist.seeds import derive, drawing
 from drumline.errors import ModelError
 from drumline.foreign import require_package
-from drumline.models.blocks import blocks, whole_layer
+from drumline.models.blocks import blocks, vocabulary, whole_layer
+from drumline.models.classes import reads_images
 from drumline.models.packed import PackedLinear
 from drumline.models.scores import extra_heads
 
 NAME = "default"
 A, B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
-TRAINED = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector)\.[^.]+\.weight$|\.trainable_tokens_delta\.[^.]+$")
+# The last part of a factor's name: of a linear layer, its adapter and `weight`; of an embedding, its adapter alone.
+FACTOR = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector)\.([^.]+)\.weight$|\.(lora_embedding_A|lora_embedding_B)\.([^.]+)$")
+TRAINED = re.compile(FACTOR.pattern + r"|\.trainable_tokens_delta\.[^.]+$")
 WHERE = "adapter.targets"
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+TIED = "Model has `tie_word_embeddings=True`"  # PEFT's warning of adapters over tied ends, which `merge` makes two weights
 ROUNDS = 16  # of subspace iteration for `pissa_fast`
 
 
 def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) -> list[str]:
-    """Full names of the layers that get an adapter, in the model's order, without the parameters in `trained`. Raises ModelError if
-    `targets` matches none."""
+    """Return the full names of the layers that get an adapter, in the model's order.
+
+    These are linear layers of the blocks, and the embedding and the head where the targets name them.
+    `trained`: names of parameters that are trained whole, whose layers get no adapter.
+    Raises ModelError if a target names no layer.
+    """
     from drumline.vendor.transformers import Conv1D
 
     # Linear layers (also GPT-2's Conv1D) of the blocks; of the whole model but its head if it declares no blocks.
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     inner = {id(module) for block in blocks(model) or [model] for module in block.modules()} - {id(head)}
     linear = {name: module for name, module in model.named_modules() if id(module) in inner and isinstance(module, nn.Linear | Conv1D)}
-    linear = {name: module for name, module in linear.items() if f"{name}.weight" not in trained}
+    first = {id(parameter): name for name, parameter in model.named_parameters()}  # of tied weights, `trained` has the first name
+    all_layers = linear | _ends_of_vocabulary(model)
+    linear = {name: module for name, module in linear.items() if first[id(module.weight)] not in trained}
     if not isinstance(adapter.targets, list) and getattr(model.config, "vision_config", None) is not None:
         # As usual for these models the vision tower gets no adapters, unless its layers are named.
         language = {id(module) for module in model.get_decoder().modules()}
@@ -54,6 +65,10 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
         raise ModelError(f"{type(model).__name__} has no linear layers in its blocks", where=WHERE, fix="use adapter=none for this model")
     if adapter.targets == "all-linear":
         return list(linear)
+    if isinstance(adapter.targets, list):
+        for name, layer in _ends_of_vocabulary(model).items():
+            if first[id(layer.weight)] not in trained:
+                linear[name] = layer
     own = sorted({name.rpartition(".")[2] for name in linear})
     offer = f"there are {', '.join(own)}"
     if adapter.targets == "attention":
@@ -64,10 +79,28 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
         return chosen
     for ending in adapter.targets:
         if not any(_ends(name, ending) for name in linear):
+            if any(_ends(name, ending) for name in all_layers):
+                what = f"the weight of {ending} is trained whole, and gets no adapter"
+                raise ModelError(what, where=WHERE, fix=f"take {ending} out here, or its weight out of adapter.modules_to_save")
             guess = nearest(ending, own)
-            what = f"no linear layer in the blocks of {type(model).__name__} is named {ending!r}"
+            what = f"no layer of {type(model).__name__} that can get an adapter is named {ending!r}"
             raise ModelError(what, where=WHERE, fix=f"did you mean {guess}?" if guess else offer)
-    return [name for name in linear if any(_ends(name, ending) for ending in adapter.targets)]
+    chosen = {name for name in linear if any(_ends(name, ending) for ending in adapter.targets)}
+    return [name for name, _ in model.named_modules() if name in chosen]
+
+
+def find_targets(model: Any, adapter: LoRAConfig) -> tuple[dict[str, list[str]], set[str]]:
+    """Return the names of the layers that each adapter lies over, and of the parameters that are trained whole.
+
+    The model may lie on the meta device, and PEFT need not be installed.
+    Raises ModelError for a layer, module or token that the model does not have, and for what an embedding or a head cannot get.
+    """
+    trained = _named_below(model, adapter.modules_to_save)
+    wanted = {NAME: adapter, **adapter.more}
+    names = {each: target_names(model, options, trained) for each, options in wanted.items()}
+    _require_rows(model, adapter.trainable_tokens)
+    _require_ends(model, adapter, names)
+    return names, trained
 
 
 def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
@@ -77,10 +110,8 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
     require_package("peft", "adapter")
     from peft import LoraConfig, inject_adapter_in_model
 
-    trained = _named_below(model, adapter.modules_to_save)
+    names, trained = find_targets(model, adapter)
     wanted = {NAME: adapter, **adapter.more}
-    names = {each: target_names(model, options, trained) for each, options in wanted.items()}
-    _require_rows(model, adapter.trainable_tokens)
     made = {
         each: LoraConfig(
             r=options.r,
@@ -99,6 +130,7 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
     with drawing(None), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")  # blocks with layers of both kinds: PEFT mends it by layer
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # of the adapter before
+        warnings.filterwarnings("ignore", message=TIED)
         for each, options in made.items():
             inject_adapter_in_model(options, model, adapter_name=each, low_cpu_mem_usage=meta)
     heads = extra_heads(model)
@@ -135,10 +167,13 @@ def starting(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def borrowed(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """(layer, parameter) of layers that compute with a parameter of another layer: DoRA with weights, rows of tokens with theirs."""
+    """(layer, parameter) of layers that compute with a parameter of another layer: DoRA with weights, rows of tokens with theirs, and an
+    embedding with its factors."""
     for _, layer in _tuned(model):
         if hasattr(layer, "token_indices"):
             yield from ((layer, parameter) for parameter in layer.parameters())
+        for factors in ("lora_embedding_A", "lora_embedding_B"):
+            yield from ((layer, parameter) for parameter in getattr(layer, factors, {}).values())
         for length in getattr(layer, "lora_magnitude_vector", {}).values():
             yield from ((length, parameter) for part in (layer.get_base_layer(), layer.lora_A) for parameter in part.parameters())
 
@@ -166,7 +201,8 @@ def begin(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     if layer.lora_magnitude_vector:
         packed = isinstance(base, PackedLinear)
         kept = base.unpacked(torch.float32, values["base_layer.packed"]) if packed else weight.to(base.weight.dtype).float()
-        values[f"lora_magnitude_vector.{NAME}.weight"] = ((kept.T if layer.fan_in_fan_out else kept) + product).norm(dim=1)
+        has_inputs_first = layer.fan_in_fan_out or isinstance(base, nn.Embedding)
+        values[f"lora_magnitude_vector.{NAME}.weight"] = ((kept.T if has_inputs_first else kept) + product).norm(dim=1)
     return values
 
 
@@ -191,12 +227,15 @@ def is_adapter(name: str) -> bool:
 
 
 def first_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
-    """The initial value of an adapter's parameter, unsharded, fp32 on the CPU: A as a linear layer (uniform, ±1/√in), all else zero. Each
-    name has its own random numbers: a rank with a part of the model draws the same as one with all of it."""
+    """The initial value of an adapter's parameter, unsharded, fp32 on the CPU: A as a linear layer (uniform, ±1/√in), B of an embedding
+    normal as PEFT has it, all else zero. Each name has its own random numbers: a rank with a part of the model draws the same as one with
+    all of it."""
     values = torch.zeros(shape)
+    generator = torch.Generator().manual_seed(derive(seed, "adapter", name))
     if ".lora_A." in name:
-        generator = torch.Generator().manual_seed(derive(seed, "adapter", name))
         nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+    elif ".lora_embedding_B." in name:
+        nn.init.normal_(values, generator=generator)
     return values
 
 
@@ -218,7 +257,11 @@ def switched(model: nn.Module, on: bool) -> Iterator[None]:
 
 
 def merge(model: Any) -> None:
-    """Add each adapter to its base layer, and put that layer back in its place. Raises ModelError for one that is not finite."""
+    """Add each adapter to its base layer, and put that layer back in its place. Raises ModelError for one that is not finite.
+
+    Where the embedding or a head tied to it has an adapter, these become two weights, and the config says so.
+    """
+    _untie_adapted_ends(model)
     for name, module in list(_tuned(model)):
         try:
             module.merge(safe_merge=True)
@@ -231,7 +274,9 @@ def merge(model: Any) -> None:
 
 def require_trained(model: nn.Module) -> None:
     """Raises ModelError for a model without adapters, or with adapters that all add zero."""
-    factors = [parameter for name, parameter in model.named_parameters() if is_adapter(name) and ".lora_B." in name]
+    # The factor that begins at zero, of a linear layer and of an embedding.
+    zero_at_first = (".lora_B.", ".lora_embedding_A.")
+    factors = [parameter for name, parameter in model.named_parameters() if is_adapter(name) and any(part in name for part in zero_at_first)]
     if not factors:
         raise ModelError("the model has no adapter", where="adapter", fix="name a run that was trained with adapter=lora")
     if not any(bool(factor.any()) for factor in factors):
@@ -262,9 +307,7 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
         options.lora_alpha = _number(options.lora_alpha * (math.sqrt(2) if options.use_rslora else 2))
     states = {NAME: state}
     for each in model.peft_config.keys() - {NAME}:
-        states[each] = {
-            name.replace(f".{each}.", "."): v for name, v in model.state_dict().items() if is_adapter(name) and f".{each}." in name
-        }
+        states[each] = _factors_of(model, each)
     assert (saved := sum(map(len, states.values()))) == trained, f"{saved} of {trained} trained tensors would be saved"
     for each, tensors in states.items():
         place, own = folder if each == NAME else folder / each, model.peft_config[each]
@@ -275,6 +318,21 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
         save_file(copies, place / FILE, metadata={"format": "pt"})
 
 
+def _factors_of(model: nn.Module, adapter: str) -> dict[str, torch.Tensor]:
+    """The factors of one adapter by the names that PEFT saves them under: without the adapter's own."""
+    factors = {}
+    for name, value in model.state_dict().items():
+        found = FACTOR.search(name)
+        if found is None:
+            continue
+        linear_part, linear_adapter, embedding_part, embedding_adapter = found.groups()
+        if linear_adapter == adapter:
+            factors[f"{name[: found.start()]}.{linear_part}.weight"] = value
+        elif embedding_adapter == adapter:
+            factors[f"{name[: found.start()]}.{embedding_part}"] = value
+    return factors
+
+
 def read_over(base: Any, folder: Path, all_of_them: bool = True) -> Any:
     """PEFT's model of a base and the adapters that `save_adapter` wrote, which are on. `all_of_them` False: the first alone, since in a
     folder of another tool's those in folders in it are older ones."""
@@ -282,6 +340,7 @@ def read_over(base: Any, folder: Path, all_of_them: bool = True) -> Any:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT uses old names of transformers
+        warnings.filterwarnings("ignore", message=TIED)
         model: Any = PeftModel.from_pretrained(base, str(folder))
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
         more = sorted(path.parent for path in folder.glob(f"*/{FILE}") if all_of_them)
@@ -334,6 +393,60 @@ def _require_rows(model: Any, tokens: Sequence[int]) -> None:
         raise ModelError(
             what, where="adapter.trainable_tokens", fix="name ids below that, which a tokenizer of your own may give to new tokens"
         )
+
+
+def _ends_of_vocabulary(model: Any) -> dict[str, Any]:
+    """Name → layer, of the embedding and the head of a language model, as far as PEFT has adapters for such layers."""
+    if reads_images(model):
+        return {}
+    ends = [layer for layer in vocabulary(model) if isinstance(layer, nn.Embedding | nn.Linear)]
+    return {name: module for name, module in model.named_modules() if any(module is end for end in ends)}
+
+
+def _require_ends(model: Any, adapter: LoRAConfig, names: dict[str, list[str]]) -> None:
+    """Raises ModelError for what an adapted embedding, or a head that is tied to one, cannot get. `names`: layers of each adapter."""
+    ends = _ends_of_vocabulary(model)
+    is_tied = len({id(layer.weight) for layer in ends.values()}) < len(ends)
+    for adapter_name, chosen in names.items():
+        for name in chosen:
+            if name not in ends or not (is_tied or isinstance(ends[name], nn.Embedding)):
+                continue
+            fix = f"take {name} out of adapter.targets, or this"
+            if adapter.init != "zero" and adapter_name == NAME:
+                what = f"PiSSA takes what it begins with off the weight of {name}, which the embedding looks up"
+                raise ModelError(what, where="adapter.init", fix=fix)
+            if adapter.trainable_tokens:
+                what = f"{name} has an adapter, and rows of its weight are trained by themselves"
+                raise ModelError(what, where="adapter.trainable_tokens", fix=fix)
+
+
+def _untie_adapted_ends(model: Any) -> None:
+    """Give a head that is tied to the embedding a weight of its own where one of the two has an adapter."""
+    ends = [layer for layer in vocabulary(model) if layer is not None]
+    if not any(hasattr(layer, "lora_A") for layer in ends):
+        return
+    bases = [whole_layer(layer) for layer in ends]
+    if len(bases) < 2 or bases[0].weight is not bases[1].weight:
+        return
+    head = bases[1]
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+
+
+def without_factors(layer: Any) -> Any:
+    """A copy of one of PEFT's layers over the same base layer, with no adapter on it."""
+    copied = copy.copy(layer)
+    copied._modules = dict(layer._modules)
+    for name in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"):
+        if name in copied._modules:
+            copied._modules[name] = type(layer._modules[name])()
+    return copied
+
+
+def is_tuned(layer: nn.Module) -> bool:
+    """Whether a layer is one of PEFT's, with factors over a base layer."""
+    return hasattr(layer, "base_layer") and hasattr(layer, "lora_A")
 
 
 def _number(alpha: float) -> Any:

@@ -39,6 +39,8 @@ KINDS = {
     "pissa": Kind({"init": "pissa"}, 1e-4),
     "saved and tokens": Kind({"modules_to_save": ["model.norm"], "trainable_tokens": [5, 70, 71], "targets": "attention"}),
     "two": Kind({"more": MORE, "targets": "attention"}),
+    # Of the tiny model they are tied: the factors of each are on its own stage, and its weight on both.
+    "ends": Kind({"targets": ["q_proj", "lm_head", "embed_tokens"]}),
     # Scales of a whole matrix, whatever part of it a rank has: the same weights.
     "4bit": Kind({"quantize": "4bit"}),
     "8bit": Kind({"quantize": "8bit"}),

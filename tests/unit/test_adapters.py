@@ -129,8 +129,10 @@ def test_unknown_targets_are_told_with_the_nearest(folder: Path) -> None:
     model = build_model(str(folder), ModelConfig(id=str(folder)), seed=0)
     with pytest.raises(ModelError, match=r"named 'q_porj' — did you mean q_proj\?"):
         adapters.target_names(model, LoRAConfig(targets=["q_porj"]))
-    with pytest.raises(ModelError, match="there are down_proj, gate_proj"):
-        facts(load_config(str(folder), ModelConfig(id=str(folder))), 64, LoRAConfig(targets=["lm_head"]))
+    with pytest.raises(ModelError, match="there are down_proj, embed_tokens, gate_proj"):
+        facts(load_config(str(folder), ModelConfig(id=str(folder))), 64, LoRAConfig(targets=["nothing"]))
+    with pytest.raises(ModelError, match=r"did you mean embed_tokens\?"):
+        adapters.target_names(model, LoRAConfig(targets=["embed_token"]))
 
 
 def test_facts_count_what_learns(folder: Path) -> None:
@@ -243,6 +245,12 @@ KINDS = {
     "tokens": LoRAConfig(r=4, trainable_tokens=(3, 200), targets="attention"),
     "two": LoRAConfig(r=4, targets="attention", more={"feed": LoRAFactors(r=2, alpha=8, rslora=True, targets=["up_proj", "q_proj"])}),
 }
+ENDS = ["q_proj", "lm_head", "embed_tokens"]
+KINDS |= {
+    "both ends": LoRAConfig(r=4, targets=ENDS, more={"more": LoRAFactors(r=2, targets=["embed_tokens"])}),
+    "the embedding, dora": LoRAConfig(r=4, targets=["embed_tokens"], dora=True),
+    "the head": LoRAConfig(r=4, targets=["q_proj", "lm_head"], rslora=True),
+}
 AGAIN = ("dora", "pissa")  # with --full: another has both
 
 
@@ -290,6 +298,9 @@ def test_a_shard_begins_as_its_part_of_one_process(folder: Path) -> None:
     [
         ({"trainable_tokens": [10**6]}, "token 1000000 has no row: the embedding has 3"),
         ({"modules_to_save": ["lm_haed"]}, "no module 'lm_haed' with weights — did you mean lm_head"),
+        ({"targets": ["lm_head"], "init": "pissa"}, "off the weight of lm_head, which the embedding looks up"),
+        ({"targets": ["lm_head"], "trainable_tokens": [3]}, "lm_head has an adapter, and rows of its weight are trained by themselves"),
+        ({"targets": ["lm_head"], "modules_to_save": ["embed_tokens"]}, "the weight of lm_head is trained whole, and gets no adapter"),
     ],
 )
 def test_what_the_model_does_not_have(folder: Path, options: dict[str, Any], says: str) -> None:
