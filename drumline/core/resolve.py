@@ -238,7 +238,12 @@ def warmup_steps(schedule: ScheduleConfig, steps: int | None) -> int:
 
 
 def _predict(
-    config: Config, machine: Machine, device: str, precision: str, facts: ModelFacts | None, data: DataPlan | None
+    config: Config,
+    machine: Machine,
+    device: str,
+    precision: str,
+    facts: ModelFacts | None,
+    data: DataPlan | None,
 ) -> Predicted:
     peak = peak_flops(machine.devices[0].name, precision) if device == "cuda" and machine.devices else None
     if facts is None:

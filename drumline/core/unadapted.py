@@ -1,6 +1,8 @@
-"""Large weights of a model's blocks that an adapter does not reach, or that QLoRA leaves unpacked, and how a user is told. No torch here.
+"""Large weights of a model's blocks that an adapter does not reach or that QLoRA leaves unpacked,
+and how a user is told. No torch here.
 
-The facts of a model under its adapter know both: a frozen weight is adapted if it is the base layer of an adapter.
+The facts of a model under its adapter know both: a frozen weight is adapted if it is the base layer
+of an adapter.
 """
 
 from __future__ import annotations
@@ -17,8 +19,11 @@ SMALLEST_SHARE = 0.005
 
 
 class Unadapted(NamedTuple):
-    """Weights of one kind that lack the same. `names`: inside their blocks; `parameters`: of all blocks together; `total`: of the whole
-    model, without the adapter's own."""
+    """Weights of one kind that lack the same.
+
+    `names`: inside their blocks; `parameters`: of all blocks together; `total`: of the whole model,
+    without the adapter's own.
+    """
 
     kind: str
     names: tuple[str, ...]
@@ -33,10 +38,11 @@ class Unadapted(NamedTuple):
 
 
 def find_unadapted(facts: ModelFacts, adapter: Adapter) -> list[Unadapted]:
-    """Return the large matrices of the blocks that `all-linear` does not adapt or QLoRA does not pack, the largest group first.
+    """Return the large matrices of the blocks that lack an adapter or packing, the largest first.
 
-    `facts`: of the model under `adapter`. Targets that the user has named leave out what the user wants to be left out, so then only
-    packing counts. Embeddings and heads are outside of the blocks, where neither promises anything.
+    They lack an adapter under `all-linear` alone: targets that the user has named leave out what
+    the user wants to be left out. They lack packing under QLoRA. Embeddings and heads are outside
+    of the blocks, where neither promises anything. `facts`: of the model under `adapter`.
     """
     if not isinstance(adapter, LoRAConfig):
         return []
@@ -73,20 +79,27 @@ def describe_unadapted(found: Sequence[Unadapted]) -> list[str]:
             what = f"all-linear does not adapt {weights}"
         else:
             what = f"QLoRA does not pack {weights}"
-        lines.append(f"{what}: {count(group.parameters)} of {count(group.total)} weights, {group.share:.0%}")
+        lines.append(
+            f"{what}: {count(group.parameters)} of {count(group.total)} weights, {group.share:.0%}"
+        )
     return lines
 
 
 def _is_multiplied(weight: Weight) -> bool:
-    """Whether a weight is a matrix, or a matrix for each expert, that makes activations of activations. An embedding looks rows up, and a
-    router only chooses experts: nobody misses an adapter there."""
+    """Return whether a weight is a matrix, or a matrix for each expert, that transforms activations.
+
+    An embedding looks rows up, and a router only chooses experts: nobody misses an adapter there.
+    """
     dimensions = len(weight.shape) - (weight.style == "experts")
     owner = weight.owners[-1] if weight.owners else ""
     return dimensions >= 2 and owner != "Embedding" and "Router" not in owner
 
 
 def _kind(weight: Weight) -> str:
-    """In words that a user knows. A linear layer that `all-linear` passes over is one of a vision tower."""
+    """Name a weight's layer in words that a user knows.
+
+    A linear layer that `all-linear` passes over is one of a vision tower.
+    """
     if weight.style == "experts" or "expert" in weight.name:
         return "experts"
     if weight.owners[-1:] in {(name,) for name in LINEAR}:

@@ -32,19 +32,23 @@ from drumline.models.scores import extra_heads
 
 NAME = "default"
 A, B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
-# The last part of a factor's name: of a linear layer, its adapter and `weight`; of an embedding, its adapter alone.
-FACTOR = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector)\.([^.]+)\.weight$|\.(lora_embedding_A|lora_embedding_B)\.([^.]+)$")
+# The end of a factor's name: its adapter and `weight`, or for an embedding its adapter alone.
+FACTOR = re.compile(
+    r"\.(lora_A|lora_B|lora_magnitude_vector)\.([^.]+)\.weight$"
+    r"|\.(lora_embedding_A|lora_embedding_B)\.([^.]+)$"
+)
 TRAINED = re.compile(FACTOR.pattern + r"|\.trainable_tokens_delta\.[^.]+$")
 WHERE = "adapter.targets"
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-TIED = "Model has `tie_word_embeddings=True`"  # PEFT's warning of adapters over tied ends, which `merge` makes two weights
+# PEFT's warning of adapters over tied ends, which `merge` makes two weights.
+TIED = "Model has `tie_word_embeddings=True`"
 ROUNDS = 16  # of subspace iteration for `pissa_fast`
 
 
 def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) -> list[str]:
     """Return the full names of the layers that get an adapter, in the model's order.
 
-    These are linear layers of the blocks, and the embedding and the head where the targets name them.
+    These are linear layers of the blocks, and embedding and head where the targets name them.
     `trained`: names of parameters that are trained whole, whose layers get no adapter.
     Raises ModelError if a target names no layer.
     """
@@ -54,9 +58,10 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     inner = {id(module) for block in blocks(model) or [model] for module in block.modules()} - {id(head)}
     linear = {name: module for name, module in model.named_modules() if id(module) in inner and isinstance(module, nn.Linear | Conv1D)}
-    first = {id(parameter): name for name, parameter in model.named_parameters()}  # of tied weights, `trained` has the first name
     all_layers = linear | _ends_of_vocabulary(model)
-    linear = {name: module for name, module in linear.items() if first[id(module.weight)] not in trained}
+    # Of tied weights `trained` has the first name.
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    linear = {name: layer for name, layer in linear.items() if first[id(layer.weight)] not in trained}
     if not isinstance(adapter.targets, list) and getattr(model.config, "vision_config", None) is not None:
         # As usual for these models the vision tower gets no adapters, unless its layers are named.
         language = {id(module) for module in model.get_decoder().modules()}
@@ -81,7 +86,8 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
         if not any(_ends(name, ending) for name in linear):
             if any(_ends(name, ending) for name in all_layers):
                 what = f"the weight of {ending} is trained whole, and gets no adapter"
-                raise ModelError(what, where=WHERE, fix=f"take {ending} out here, or its weight out of adapter.modules_to_save")
+                fix = f"take {ending} out here, or its weight out of adapter.modules_to_save"
+                raise ModelError(what, where=WHERE, fix=fix)
             guess = nearest(ending, own)
             what = f"no layer of {type(model).__name__} that can get an adapter is named {ending!r}"
             raise ModelError(what, where=WHERE, fix=f"did you mean {guess}?" if guess else offer)
@@ -90,10 +96,11 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
 
 
 def find_targets(model: Any, adapter: LoRAConfig) -> tuple[dict[str, list[str]], set[str]]:
-    """Return the names of the layers that each adapter lies over, and of the parameters that are trained whole.
+    """Return the names of each adapter's layers, and of the parameters that are trained whole.
 
     The model may lie on the meta device, and PEFT need not be installed.
-    Raises ModelError for a layer, module or token that the model does not have, and for what an embedding or a head cannot get.
+    Raises ModelError for a layer, module or token that the model does not have, and for what an
+    embedding or a head cannot get.
     """
     trained = _named_below(model, adapter.modules_to_save)
     wanted = {NAME: adapter, **adapter.more}
@@ -167,8 +174,10 @@ def starting(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def borrowed(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """(layer, parameter) of layers that compute with a parameter of another layer: DoRA with weights, rows of tokens with theirs, and an
-    embedding with its factors."""
+    """Yield (layer, parameter) of layers that compute with a parameter of another layer.
+
+    DoRA does so with weights, and rows of tokens and the factors of an embedding lie in dictionaries.
+    """
     for _, layer in _tuned(model):
         if hasattr(layer, "token_indices"):
             yield from ((layer, parameter) for parameter in layer.parameters())
@@ -202,7 +211,8 @@ def begin(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         packed = isinstance(base, PackedLinear)
         kept = base.unpacked(torch.float32, values["base_layer.packed"]) if packed else weight.to(base.weight.dtype).float()
         has_inputs_first = layer.fan_in_fan_out or isinstance(base, nn.Embedding)
-        values[f"lora_magnitude_vector.{NAME}.weight"] = ((kept.T if has_inputs_first else kept) + product).norm(dim=1)
+        rows_are_outputs = kept.T if has_inputs_first else kept
+        values[f"lora_magnitude_vector.{NAME}.weight"] = (rows_are_outputs + product).norm(dim=1)
     return values
 
 
@@ -227,9 +237,12 @@ def is_adapter(name: str) -> bool:
 
 
 def first_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
-    """The initial value of an adapter's parameter, unsharded, fp32 on the CPU: A as a linear layer (uniform, ±1/√in), B of an embedding
-    normal as PEFT has it, all else zero. Each name has its own random numbers: a rank with a part of the model draws the same as one with
-    all of it."""
+    """Return the initial value of an adapter's parameter, unsharded, fp32 on the CPU.
+
+    A is drawn as a linear layer (uniform, ±1/√in), B of an embedding from a normal distribution as
+    PEFT has it; all else is zero. Each name has its own random numbers: a rank with a part of the
+    model draws the same as one with all of it.
+    """
     values = torch.zeros(shape)
     generator = torch.Generator().manual_seed(derive(seed, "adapter", name))
     if ".lora_A." in name:
@@ -257,9 +270,10 @@ def switched(model: nn.Module, on: bool) -> Iterator[None]:
 
 
 def merge(model: Any) -> None:
-    """Add each adapter to its base layer, and put that layer back in its place. Raises ModelError for one that is not finite.
+    """Add each adapter to its base layer, and put that layer back in its place.
 
-    Where the embedding or a head tied to it has an adapter, these become two weights, and the config says so.
+    Where the embedding or a head tied to it has an adapter, these become two weights, and the
+    config says so. Raises ModelError for an adapter that is not finite.
     """
     _untie_adapted_ends(model)
     for name, module in list(_tuned(model)):
@@ -274,9 +288,12 @@ def merge(model: Any) -> None:
 
 def require_trained(model: nn.Module) -> None:
     """Raises ModelError for a model without adapters, or with adapters that all add zero."""
-    # The factor that begins at zero, of a linear layer and of an embedding.
-    zero_at_first = (".lora_B.", ".lora_embedding_A.")
-    factors = [parameter for name, parameter in model.named_parameters() if is_adapter(name) and any(part in name for part in zero_at_first)]
+    # The factors that begin at zero: of linear layers, and of an embedding.
+    zero_at_first = re.compile(r"\.lora_B\.|\.lora_embedding_A\.")
+    factors = []
+    for name, parameter in model.named_parameters():
+        if is_adapter(name) and zero_at_first.search(name):
+            factors.append(parameter)
     if not factors:
         raise ModelError("the model has no adapter", where="adapter", fix="name a run that was trained with adapter=lora")
     if not any(bool(factor.any()) for factor in factors):
@@ -319,7 +336,7 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
 
 
 def _factors_of(model: nn.Module, adapter: str) -> dict[str, torch.Tensor]:
-    """The factors of one adapter by the names that PEFT saves them under: without the adapter's own."""
+    """Return the factors of one adapter by PEFT's names in files, which leave the adapter's out."""
     factors = {}
     for name, value in model.state_dict().items():
         found = FACTOR.search(name)
@@ -396,15 +413,18 @@ def _require_rows(model: Any, tokens: Sequence[int]) -> None:
 
 
 def _ends_of_vocabulary(model: Any) -> dict[str, Any]:
-    """Name → layer, of the embedding and the head of a language model, as far as PEFT has adapters for such layers."""
+    """Return name → layer, of the embedding and the head that PEFT has adapters for."""
     if reads_images(model):
         return {}
     ends = [layer for layer in vocabulary(model) if isinstance(layer, nn.Embedding | nn.Linear)]
-    return {name: module for name, module in model.named_modules() if any(module is end for end in ends)}
+    return {name: module for name, module in model.named_modules() if module in ends}
 
 
 def _require_ends(model: Any, adapter: LoRAConfig, names: dict[str, list[str]]) -> None:
-    """Raises ModelError for what an adapted embedding, or a head that is tied to one, cannot get. `names`: layers of each adapter."""
+    """Raise ModelError for what an adapted embedding, or a head tied to one, cannot get.
+
+    `names`: the layers of each adapter.
+    """
     ends = _ends_of_vocabulary(model)
     is_tied = len({id(layer.weight) for layer in ends.values()}) < len(ends)
     for adapter_name, chosen in names.items():
@@ -413,7 +433,7 @@ def _require_ends(model: Any, adapter: LoRAConfig, names: dict[str, list[str]]) 
                 continue
             fix = f"take {name} out of adapter.targets, or this"
             if adapter.init != "zero" and adapter_name == NAME:
-                what = f"PiSSA takes what it begins with off the weight of {name}, which the embedding looks up"
+                what = f"PiSSA would change the weight of {name}, which the embedding looks up"
                 raise ModelError(what, where="adapter.init", fix=fix)
             if adapter.trainable_tokens:
                 what = f"{name} has an adapter, and rows of its weight are trained by themselves"
@@ -421,7 +441,7 @@ def _require_ends(model: Any, adapter: LoRAConfig, names: dict[str, list[str]]) 
 
 
 def _untie_adapted_ends(model: Any) -> None:
-    """Give a head that is tied to the embedding a weight of its own where one of the two has an adapter."""
+    """Give a head that is tied to the embedding its own weight if one of the two has an adapter."""
     ends = [layer for layer in vocabulary(model) if layer is not None]
     if not any(hasattr(layer, "lora_A") for layer in ends):
         return
@@ -429,7 +449,8 @@ def _untie_adapted_ends(model: Any) -> None:
     if len(bases) < 2 or bases[0].weight is not bases[1].weight:
         return
     head = bases[1]
-    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+    own_weight = head.weight.detach().clone()
+    head.weight = nn.Parameter(own_weight, requires_grad=head.weight.requires_grad)
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False
 
@@ -438,7 +459,8 @@ def without_factors(layer: Any) -> Any:
     """A copy of one of PEFT's layers over the same base layer, with no adapter on it."""
     copied = copy.copy(layer)
     copied._modules = dict(layer._modules)
-    for name in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"):
+    factors = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+    for name in factors:
         if name in copied._modules:
             copied._modules[name] = type(layer._modules[name])()
     return copied

@@ -246,7 +246,8 @@ def _cut_vocabulary(embedding: nn.Module, head: nn.Module | None, mesh: DeviceMe
     first = first_row(embedding.num_embeddings, mesh)
     _place(embedding, "weight", mesh, Shard(0))
     rows, padding = local(embedding.weight).shape[0], embedding.padding_idx
-    own_padding = padding - first if padding is not None and first <= padding < first + rows else None
+    is_padding_here = padding is not None and first <= padding < first + rows
+    own_padding = padding - first if is_padding_here else None
     if tied:
         embedding.weight = head.weight  # type: ignore[union-attr,assignment]
     inner = with_weights(embedding, embedding.forward, local)
@@ -255,7 +256,7 @@ def _cut_vocabulary(embedding: nn.Module, head: nn.Module | None, mesh: DeviceMe
         """A token's row is looked up on the rank that has it and is zero elsewhere; the sum over ranks is the embedding."""
         mine = ids - first
         elsewhere = (mine < 0) | (mine >= rows)
-        # An adapter over the embedding has factors for all rows, and reads the padding's number from it.
+        # An adapter over the embedding reads the number of the padding's row among all rows.
         embedding.padding_idx = own_padding
         try:
             part = inner(mine.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)

@@ -156,7 +156,10 @@ def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Chang
             "type": facts.name,
             "parameters": facts.parameters,
             "learned": facts.trainable,
-            "unadapted": [{**group._asdict(), "share": group.share} for group in find_unadapted(facts, question.config.adapter)],
+            "unadapted": [
+                {**group._asdict(), "share": group.share}
+                for group in find_unadapted(facts, question.config.adapter)
+            ],
             "layers": facts.layers,
             "hidden": facts.hidden,
             "vocabulary": facts.vocab_size,
