@@ -115,9 +115,9 @@ def _remarks(run: RunFacts) -> list[str]:
     warnings = run.last("measured").get("warnings")
     lines += [f"the plan was off: {line}" for line in warnings] if isinstance(warnings, list) else []
     for name in ("unadapted", "left_out"):
-        said = start.get(name)
-        if isinstance(said, list):
-            lines += [str(line) for line in said]
+        found = start.get(name)
+        if isinstance(found, list):
+            lines += [str(line) for line in found]
     return lines
 
 
