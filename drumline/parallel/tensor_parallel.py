@@ -246,8 +246,9 @@ def _cut_vocabulary(embedding: nn.Module, head: nn.Module | None, mesh: DeviceMe
     first = first_row(embedding.num_embeddings, mesh)
     _place(embedding, "weight", mesh, Shard(0))
     rows, padding = local(embedding.weight).shape[0], embedding.padding_idx
-    is_padding_here = padding is not None and first <= padding < first + rows
-    own_padding = padding - first if is_padding_here else None
+    own_padding = None
+    if padding is not None and first <= padding < first + rows:
+        own_padding = padding - first
     if tied:
         embedding.weight = head.weight  # type: ignore[union-attr,assignment]
     inner = with_weights(embedding, embedding.forward, local)
