@@ -61,7 +61,9 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
     all_layers = linear | _ends_of_vocabulary(model)
     # Of tied weights `trained` has the first name.
     first = {id(parameter): name for name, parameter in model.named_parameters()}
-    linear = {name: layer for name, layer in linear.items() if first[id(layer.weight)] not in trained}
+    linear = {
+        name: layer for name, layer in linear.items() if first.get(id(layer.weight)) not in trained
+    }
     if not isinstance(adapter.targets, list) and getattr(model.config, "vision_config", None) is not None:
         # As usual for these models the vision tower gets no adapters, unless its layers are named.
         language = {id(module) for module in model.get_decoder().modules()}
@@ -72,7 +74,7 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
         return list(linear)
     if isinstance(adapter.targets, list):
         for name, layer in _ends_of_vocabulary(model).items():
-            if first[id(layer.weight)] not in trained:
+            if first.get(id(layer.weight)) not in trained:
                 linear[name] = layer
     own = sorted({name.rpartition(".")[2] for name in linear})
     offer = f"there are {', '.join(own)}"
@@ -456,7 +458,7 @@ def _untie_adapted_ends(model: Any) -> None:
 
 
 def without_factors(layer: Any) -> Any:
-    """A copy of one of PEFT's layers over the same base layer, with no adapter on it."""
+    """Return a copy of one of PEFT's layers over the same base layer, with no adapter on it."""
     copied = copy.copy(layer)
     copied._modules = dict(layer._modules)
     factors = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
@@ -467,7 +469,7 @@ def without_factors(layer: Any) -> Any:
 
 
 def is_tuned(layer: nn.Module) -> bool:
-    """Whether a layer is one of PEFT's, with factors over a base layer."""
+    """Return whether a layer is one of PEFT's, with factors over a base layer."""
     return hasattr(layer, "base_layer") and hasattr(layer, "lora_A")
 
 

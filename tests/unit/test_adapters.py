@@ -16,7 +16,9 @@ from drumline.core.load import load
 from drumline.core.mesh import Mesh
 from drumline.core.model import ModelConfig
 from drumline.core.plan import BatchPlan, DataPlan, Plan, Predicted
-from drumline.errors import EnvironmentFault, ModelError
+from drumline.core.rule import Case
+from drumline.core.rules import check_rules
+from drumline.errors import EnvironmentFault, ModelError, PlanError
 from drumline.inference.card import card
 from drumline.models import adapters
 from drumline.models.build import build_model
@@ -151,6 +153,21 @@ def test_a_target_that_is_none_is_refused_before_data_are_prepared(
     code, _, err = run("prepare", path, *overrides)
     assert code == 2 and "no layer of LlamaForCausalLM that can get an adapter is named 'q_porj'" in err
     assert not (tmp_path / "cache").exists()
+
+
+def test_threads_of_dp_have_no_adapter_over_the_embedding(folder: Path) -> None:
+    adapter = LoRAConfig(targets=["embed_tokens"])
+    values = {
+        "model": {"id": str(folder)},
+        "data": {"train": [{"kind": "file", "path": "x"}]},
+        "adapter": adapter.model_dump(),
+        "strategy": "dp",
+    }
+    config = Config.model_validate(values)
+    sizes = facts(load_config(str(folder), ModelConfig(id=str(folder))), 64, adapter)
+    check_rules(Case(config, Mesh(), "cpu", "fp32", sizes))
+    with pytest.raises(PlanError, match="an adapter over the embedding × dp"):
+        check_rules(Case(config, Mesh(), "cuda", "fp32", sizes))
 
 
 def test_facts_count_what_learns(folder: Path) -> None:
