@@ -61,8 +61,9 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
     all_layers = linear | _ends_of_vocabulary(model)
     # Of tied weights `trained` has the first name.
     first = {id(parameter): name for name, parameter in model.named_parameters()}
+    whole = set(trained)
     linear = {
-        name: layer for name, layer in linear.items() if first.get(id(layer.weight)) not in trained
+        name: layer for name, layer in linear.items() if first.get(id(layer.weight)) not in whole
     }
     if not isinstance(adapter.targets, list) and getattr(model.config, "vision_config", None) is not None:
         # As usual for these models the vision tower gets no adapters, unless its layers are named.
@@ -74,7 +75,7 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
         return list(linear)
     if isinstance(adapter.targets, list):
         for name, layer in _ends_of_vocabulary(model).items():
-            if first.get(id(layer.weight)) not in trained:
+            if first.get(id(layer.weight)) not in whole:
                 linear[name] = layer
     own = sorted({name.rpartition(".")[2] for name in linear})
     offer = f"there are {', '.join(own)}"
@@ -93,8 +94,8 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
             guess = nearest(ending, own)
             what = f"no layer of {type(model).__name__} that can get an adapter is named {ending!r}"
             raise ModelError(what, where=WHERE, fix=f"did you mean {guess}?" if guess else offer)
-    chosen = {name for name in linear if any(_ends(name, ending) for ending in adapter.targets)}
-    return [name for name, _ in model.named_modules() if name in chosen]
+    named = {name for name in linear if any(_ends(name, ending) for ending in adapter.targets)}
+    return [name for name, _ in model.named_modules() if name in named]
 
 
 def find_targets(model: Any, adapter: LoRAConfig) -> tuple[dict[str, list[str]], set[str]]:
