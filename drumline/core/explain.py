@@ -95,6 +95,7 @@ def explain(plan: Plan) -> str:
     if plan.deepspeed:
         rows.append(("DeepSpeed", json.dumps(plan.deepspeed)))
     predicted = plan.predicted
+    rows += [("adapter", line) for line in predicted.unadapted]
     if estimate := predicted.estimate:
         memory = estimate.memory
         rows.append(("state a rank", f"{size(memory.parameters + memory.gradients + memory.optimizer)} of weights, gradients and moments"))

@@ -146,7 +146,7 @@ def packs(shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and shape[1] % 8 == 0 and math.prod(shape) % 256 == 0
 
 
-def _is_packed(weight: Weight) -> bool:
+def is_packed(weight: Weight) -> bool:
     return not weight.trainable and weight.place == "block" and weight.owners[-1:] in {(name,) for name in LINEAR} and packs(weight.shape)
 
 
@@ -155,7 +155,7 @@ def packed(facts: ModelFacts, bits: int, width: int) -> ModelFacts:
     """The same model as it is kept where its frozen linear layers are packed in `bits`: each is a matrix of fewer columns, whose entries of
     `width` bytes hold the codes. Its FLOPs and activations are those of the model as it was."""
     kinds = {
-        block: tuple(w._replace(shape=(w.shape[0], w.shape[1] * bits // 8 // width)) if _is_packed(w) else w for w in block)
+        block: tuple(w._replace(shape=(w.shape[0], w.shape[1] * bits // 8 // width)) if is_packed(w) else w for w in block)
         for block, _ in facts.kinds_of_blocks
     }
     less = sum(n * (w.numel - v.numel) for block, n in facts.kinds_of_blocks for w, v in zip(block, kinds[block], strict=True))
@@ -173,7 +173,7 @@ def packed(facts: ModelFacts, bits: int, width: int) -> ModelFacts:
 @lru_cache(maxsize=1024)
 def packed_scales(facts: ModelFacts, mine: Part, bits: int) -> tuple[int, int]:
     """Bytes of the scales of a part's packed layers (models.packed), and entries of the largest of these."""
-    here = [(weight.numel, number) for weight, number in weights_in(facts, mine) if _is_packed(weight)]
+    here = [(weight.numel, number) for weight, number in weights_in(facts, mine) if is_packed(weight)]
     each = (lambda n: n // 64 + 4 * -(-n // (64 * 256)) + 4) if bits == 4 else (lambda n: 4 * (n // 256))
     return sum(number * each(n) for n, number in here), max((n for n, _ in here), default=0)
 

@@ -251,6 +251,9 @@ class Predicted(Frozen):
         validation_alias=AliasChoices("trainable", "learned"),
         description="Of these, those that are trained; the others are frozen under an adapter.",
     )
+    unadapted: tuple[str, ...] = Field(
+        (), description="Large weights that `all-linear` does not adapt or QLoRA does not pack."
+    )
     flops_per_token: float | None = Field(None, description="Forward and backward, model FLOPs.")
     peak_flops_per_device: float | None = Field(None, description="Datasheet rate of the compute type, FLOP/s; null where unknown.")
     estimate: Estimate | None = Field(None, description="Memory, seconds and traffic by category; null where the model is not known.")

@@ -19,6 +19,7 @@ from drumline.core.plan import BatchPlan, DataPlan, Layout, Plan, Predicted, Rol
 from drumline.core.rule import Case
 from drumline.core.rules import check_rules
 from drumline.core.stages import in_flight, plan_pipeline, stage_layers
+from drumline.core.unadapted import describe_unadapted, find_unadapted
 from drumline.errors import PlanError
 from drumline.hardware.catalog import peak_flops
 from drumline.hardware.detect import Machine
@@ -68,7 +69,7 @@ def resolve(
         model_path=model_path,
         bidirectional=facts is not None and facts.bidirectional,
         first_position=(facts.first_position or 0) if facts is not None else 0,
-        predicted=_predict(machine, device, precision, facts, data),
+        predicted=_predict(config, machine, device, precision, facts, data),
         why=why,
     )
 
@@ -236,7 +237,14 @@ def warmup_steps(schedule: ScheduleConfig, steps: int | None) -> int:
     return 0 if steps is None else math.ceil(schedule.warmup_ratio * steps)
 
 
-def _predict(machine: Machine, device: str, precision: str, facts: ModelFacts | None, data: DataPlan | None) -> Predicted:
+def _predict(
+    config: Config,
+    machine: Machine,
+    device: str,
+    precision: str,
+    facts: ModelFacts | None,
+    data: DataPlan | None,
+) -> Predicted:
     peak = peak_flops(machine.devices[0].name, precision) if device == "cuda" and machine.devices else None
     if facts is None:
         return Predicted(peak_flops_per_device=peak)
@@ -244,6 +252,7 @@ def _predict(machine: Machine, device: str, precision: str, facts: ModelFacts | 
     return Predicted(
         parameters=facts.parameters,
         trainable=facts.trainable,
+        unadapted=tuple(describe_unadapted(find_unadapted(facts, config.adapter))),
         flops_per_token=facts.flops_per_token + facts.flops_per_image_token * image_share,
         peak_flops_per_device=peak,
     )

@@ -88,6 +88,16 @@ def _adapters(case: Case) -> Iterator[Refusal]:
         if adapter.trainable_tokens and case.mesh.tp * case.mesh.pp > 1:
             reason = "PEFT lays their rows over a whole embedding and a head tied to it, which are cut, or lie on two stages"
             yield Refusal("trainable tokens × tp, pp", reason, "use strategy=fsdp2, or modules_to_save", "adapter.trainable_tokens")
+        ends = case.facts.end_weights if case.facts is not None else ()
+        adapts_embedding = any(".lora_embedding_A." in weight.name for weight in ends)
+        copies_on_gpus = case.strategy.data_parallel(case.mesh) == "dp" and case.device == "cuda"
+        if adapts_embedding and copies_on_gpus:
+            name = "an adapter over the embedding × dp"
+            reason = (
+                "nn.DataParallel makes no copies of a dictionary of parameters,"
+                " in which PEFT keeps the factors of an embedding"
+            )
+            yield Refusal(name, reason, "use strategy=ddp", "adapter.targets")
         if adapter.trainable_tokens and case.strategy.data_parallel(case.mesh) == "dp" and case.device == "cuda":
             reason = "nn.DataParallel makes no copies of a dictionary of parameters, in which PEFT keeps them"
             yield Refusal("trainable tokens × dp", reason, "use strategy=ddp", "adapter.trainable_tokens")

@@ -6,6 +6,7 @@ taken off the base layer) and rows of tokens: these begin as functions of a whol
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import re
 import sys
@@ -24,30 +25,49 @@ from drumline.core.registry import nearest
 from drumline.dist.seeds import derive, drawing
 from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import require_package
-from drumline.models.blocks import blocks, whole_layer
+from drumline.models.blocks import blocks, vocabulary, whole_layer
+from drumline.models.classes import reads_images
 from drumline.models.packed import PackedLinear
 from drumline.models.scores import extra_heads
 
 NAME = "default"
 A, B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
-TRAINED = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector)\.[^.]+\.weight$|\.trainable_tokens_delta\.[^.]+$")
+# The end of a factor's name: its adapter and `weight`, or for an embedding its adapter alone.
+FACTOR = re.compile(
+    r"\.(lora_A|lora_B|lora_magnitude_vector)\.([^.]+)\.weight$"
+    r"|\.(lora_embedding_A|lora_embedding_B)\.([^.]+)$"
+)
+TRAINED = re.compile(FACTOR.pattern + r"|\.trainable_tokens_delta\.[^.]+$")
 WHERE = "adapter.targets"
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+# PEFT's warning of adapters over tied ends, which `merge` makes two weights.
+TIED = "Model has `tie_word_embeddings=True`"
 ROUNDS = 16  # of subspace iteration for `pissa_fast`
 PROBES = 16  # products that a merged layer is compared by
+ROWS_AT_ONCE = 4096  # of an embedding, in fp64
 UNMERGED = "drumline export RUN --to FOLDER --adapter writes the adapter by itself"
 
 
 def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) -> list[str]:
-    """Full names of the layers that get an adapter, in the model's order, without the parameters in `trained`. Raises ModelError if
-    `targets` matches none."""
+    """Return the full names of the layers that get an adapter, in the model's order.
+
+    These are linear layers of the blocks, and embedding and head where the targets name them.
+    `trained`: names of parameters that are trained whole, whose layers get no adapter.
+    Raises ModelError if a target names no layer.
+    """
     from drumline.vendor.transformers import Conv1D
 
     # Linear layers (also GPT-2's Conv1D) of the blocks; of the whole model but its head if it declares no blocks.
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     inner = {id(module) for block in blocks(model) or [model] for module in block.modules()} - {id(head)}
     linear = {name: module for name, module in model.named_modules() if id(module) in inner and isinstance(module, nn.Linear | Conv1D)}
-    linear = {name: module for name, module in linear.items() if f"{name}.weight" not in trained}
+    all_layers = linear | _ends_of_vocabulary(model)
+    # Of tied weights `trained` has the first name.
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    whole = set(trained)
+    linear = {
+        name: layer for name, layer in linear.items() if first.get(id(layer.weight)) not in whole
+    }
     if not isinstance(adapter.targets, list) and getattr(model.config, "vision_config", None) is not None:
         # As usual for these models the vision tower gets no adapters, unless its layers are named.
         language = {id(module) for module in model.get_decoder().modules()}
@@ -56,6 +76,10 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
         raise ModelError(f"{type(model).__name__} has no linear layers in its blocks", where=WHERE, fix="use adapter=none for this model")
     if adapter.targets == "all-linear":
         return list(linear)
+    if isinstance(adapter.targets, list):
+        for name, layer in _ends_of_vocabulary(model).items():
+            if first.get(id(layer.weight)) not in whole:
+                linear[name] = layer
     own = sorted({name.rpartition(".")[2] for name in linear})
     offer = f"there are {', '.join(own)}"
     if adapter.targets == "attention":
@@ -66,10 +90,30 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
         return chosen
     for ending in adapter.targets:
         if not any(_ends(name, ending) for name in linear):
+            if any(_ends(name, ending) for name in all_layers):
+                what = f"the weight of {ending} is trained whole, and gets no adapter"
+                fix = f"take {ending} out here, or its weight out of adapter.modules_to_save"
+                raise ModelError(what, where=WHERE, fix=fix)
             guess = nearest(ending, own)
-            what = f"no linear layer in the blocks of {type(model).__name__} is named {ending!r}"
+            what = f"no layer of {type(model).__name__} that can get an adapter is named {ending!r}"
             raise ModelError(what, where=WHERE, fix=f"did you mean {guess}?" if guess else offer)
-    return [name for name in linear if any(_ends(name, ending) for ending in adapter.targets)]
+    named = {name for name in linear if any(_ends(name, ending) for ending in adapter.targets)}
+    return [name for name, _ in model.named_modules() if name in named]
+
+
+def find_targets(model: Any, adapter: LoRAConfig) -> tuple[dict[str, list[str]], set[str]]:
+    """Return the names of each adapter's layers, and of the parameters that are trained whole.
+
+    The model may lie on the meta device, and PEFT need not be installed.
+    Raises ModelError for a layer, module or token that the model does not have, and for what an
+    embedding or a head cannot get.
+    """
+    trained = _named_below(model, adapter.modules_to_save)
+    wanted = {NAME: adapter, **adapter.more}
+    names = {each: target_names(model, options, trained) for each, options in wanted.items()}
+    _require_rows(model, adapter.trainable_tokens)
+    _require_ends(model, adapter, names)
+    return names, trained
 
 
 def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
@@ -79,10 +123,8 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
     require_package("peft", "adapter")
     from peft import LoraConfig, inject_adapter_in_model
 
-    trained = _named_below(model, adapter.modules_to_save)
+    names, trained = find_targets(model, adapter)
     wanted = {NAME: adapter, **adapter.more}
-    names = {each: target_names(model, options, trained) for each, options in wanted.items()}
-    _require_rows(model, adapter.trainable_tokens)
     made = {
         each: LoraConfig(
             r=options.r,
@@ -101,6 +143,7 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
     with drawing(None), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")  # blocks with layers of both kinds: PEFT mends it by layer
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # of the adapter before
+        warnings.filterwarnings("ignore", message=TIED)
         for each, options in made.items():
             inject_adapter_in_model(options, model, adapter_name=each, low_cpu_mem_usage=meta)
     heads = extra_heads(model)
@@ -137,10 +180,15 @@ def starting(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def borrowed(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """(layer, parameter) of layers that compute with a parameter of another layer: DoRA with weights, rows of tokens with theirs."""
+    """Yield (layer, parameter) of layers that compute with a parameter of another layer.
+
+    DoRA does so with weights, and rows of tokens and the factors of an embedding lie in dictionaries.
+    """
     for _, layer in _tuned(model):
         if hasattr(layer, "token_indices"):
             yield from ((layer, parameter) for parameter in layer.parameters())
+        for factors in ("lora_embedding_A", "lora_embedding_B"):
+            yield from ((layer, parameter) for parameter in getattr(layer, factors, {}).values())
         for length in getattr(layer, "lora_magnitude_vector", {}).values():
             yield from ((length, parameter) for part in (layer.get_base_layer(), layer.lora_A) for parameter in part.parameters())
 
@@ -168,7 +216,9 @@ def begin(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     if layer.lora_magnitude_vector:
         packed = isinstance(base, PackedLinear)
         kept = base.unpacked(torch.float32, values["base_layer.packed"]) if packed else weight.to(base.weight.dtype).float()
-        values[f"lora_magnitude_vector.{NAME}.weight"] = ((kept.T if layer.fan_in_fan_out else kept) + product).norm(dim=1)
+        has_inputs_first = layer.fan_in_fan_out or isinstance(base, nn.Embedding)
+        rows_are_outputs = kept.T if has_inputs_first else kept
+        values[f"lora_magnitude_vector.{NAME}.weight"] = (rows_are_outputs + product).norm(dim=1)
     return values
 
 
@@ -193,12 +243,18 @@ def is_adapter(name: str) -> bool:
 
 
 def first_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
-    """The initial value of an adapter's parameter, unsharded, fp32 on the CPU: A as a linear layer (uniform, ±1/√in), all else zero. Each
-    name has its own random numbers: a rank with a part of the model draws the same as one with all of it."""
+    """Return the initial value of an adapter's parameter, unsharded, fp32 on the CPU.
+
+    A is drawn as a linear layer (uniform, ±1/√in), B of an embedding from a normal distribution as
+    PEFT has it; all else is zero. Each name has its own random numbers: a rank with a part of the
+    model draws the same as one with all of it.
+    """
     values = torch.zeros(shape)
+    generator = torch.Generator().manual_seed(derive(seed, "adapter", name))
     if ".lora_A." in name:
-        generator = torch.Generator().manual_seed(derive(seed, "adapter", name))
         nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+    elif ".lora_embedding_B." in name:
+        nn.init.normal_(values, generator=generator)
     return values
 
 
@@ -223,12 +279,17 @@ def switched(model: nn.Module, on: bool) -> Iterator[None]:
 def merge(model: Any) -> None:
     """Add each adapter to its base layer, and put that layer back in its place.
 
-    Low-rank factors are merged in fp64, so only the last step rounds: an entry of the merged weight is off by half a unit in its last
-    place at most, whatever kind the adapter has. That takes the room of a few fp64 copies of one layer at a time. The result is held
-    against the layer's own forward, which is what was trained (`_require_same_products`). Trained rows of tokens are copied as they are.
+    If the embedding or a head tied to it has an adapter, these become two weights, and the config
+    says so. Low-rank factors are merged in fp64, so only the last step rounds: an entry of the
+    merged weight is off by half a unit in its last place at most, whatever kind the adapter has.
+    That takes the room of a few fp64 copies of one layer at a time. The result is held against the
+    layer's own forward, which is what was trained (`_require_same_products`). Trained rows of
+    tokens are copied as they are.
 
-    Raises ModelError for an adapter that is not finite, and DrumlineError for a merged layer that is not the trained one.
+    Raises ModelError for an adapter that is not finite, and DrumlineError for a merged layer that
+    is not the trained one.
     """
+    _untie_adapted_ends(model)
     for name, layer in list(_tuned(model)):
         base: Any = layer.get_base_layer()
         if hasattr(layer, "token_indices"):
@@ -236,11 +297,10 @@ def merge(model: Any) -> None:
         else:
             dtype = base.weight.dtype
             layer.eval().double()
-            inputs = _signs(layer.in_features)
-            products = layer(inputs)
+            products = _products(layer, base)
             _merge_layer(name, layer)
             base.to(dtype)
-            _require_same_products(name, base, inputs, products)
+            _require_same_products(name, base, products)
         outer, _, own = name.removesuffix(".token_adapter").rpartition(".")
         setattr(model.get_submodule(outer), own, base)
     del model.peft_config
@@ -259,25 +319,43 @@ def _signs(width: int) -> torch.Tensor:
     return 2.0 * torch.randint(0, 2, (PROBES, width), generator=generator).double() - 1.0
 
 
-def _require_same_products(name: str, base: Any, inputs: torch.Tensor, products: torch.Tensor) -> None:
-    """Raise DrumlineError unless a merged layer gives the products of the adapted layer, up to the rounding of its own weight.
+def _products(layer: Any, base: Any) -> torch.Tensor:
+    """Return what rows of `_signs` give in fp64, multiplied with a layer's weight by its forward.
 
-    `inputs`: of `_signs`. `products`: what the adapted layer gave for them in fp64, float64[PROBES, out]. A row of random signs misses a
-    weight that is another one with a probability of a half at most (Freivalds, 1977). With the unit of roundoff u of its type an entry
-    w of the merged weight is off by u|w| at most, so a product with ±1 is off by the sum of u|w| over its inputs; half as much again
-    is for the arithmetic in fp64, and the smallest normal number for the entries below it.
+    `layer`: `base` with its adapter, or `base` alone: a linear layer [PROBES, in] → [PROBES, out],
+    or an embedding, whose rows are added up with their signs: [PROBES, width].
     """
-    from drumline.vendor.transformers import Conv1D
+    if not isinstance(base, nn.Embedding):
+        width = base.in_features if isinstance(base, nn.Linear) else base.weight.shape[0]
+        return layer(_signs(width))
+    signs = _signs(base.num_embeddings)
+    products = torch.zeros(PROBES, base.embedding_dim, dtype=torch.float64)
+    for first in range(0, base.num_embeddings, ROWS_AT_ONCE):
+        tokens = torch.arange(first, min(first + ROWS_AT_ONCE, base.num_embeddings))
+        products += signs[:, tokens] @ layer(tokens)
+    return products
 
-    limits = torch.finfo(base.weight.dtype)
-    matrix = base.weight.double()
-    if not isinstance(base, Conv1D):
-        matrix = matrix.T
-    merged = inputs @ matrix
-    if base.bias is not None:
-        merged += base.bias.double()
-    allowed = 1.5 * limits.eps / 2 * matrix.abs().sum(0) + limits.tiny * len(matrix)
-    worst = float(((merged - products).abs() / allowed).max())
+
+def _require_same_products(name: str, base: Any, products: torch.Tensor) -> None:
+    """Raise DrumlineError unless a merged layer gives the products of the adapted layer, up to the
+    rounding of its own weight.
+
+    `products`: `_products` of the adapted layer. A row of random signs misses a weight that is
+    another one with a probability of a half at most (Freivalds, 1977). With the unit of roundoff u
+    of its type an entry w of the merged weight is off by u|w| at most, so a product with ±1 is off
+    by the sum of u|w| over its inputs; half as much again is for the arithmetic in fp64, and the
+    smallest normal number for the entries below it.
+    """
+    dtype = base.weight.dtype
+    limits = torch.finfo(dtype)
+    base.double()
+    merged = _products(base, base)
+    weight = base.weight
+    inputs = 1 if isinstance(base, nn.Linear) else 0  # GPT-2's Conv1D and embeddings: [in, out]
+    scale = float(getattr(base, "embed_scale", 1.0))  # Gemma's embedding multiplies what it looks up
+    allowed = 1.5 * limits.eps / 2 * weight.abs().sum(inputs) + limits.tiny * weight.shape[inputs]
+    worst = float(((merged - products).abs() / (allowed * scale)).max())
+    base.to(dtype)
     if not worst <= 1:
         what = f"the merged weight of {name} is not the trained one: its products are {worst:.3g} times as far off as rounding allows"
         raise DrumlineError(what, where=WHERE, fix=UNMERGED)
@@ -285,7 +363,12 @@ def _require_same_products(name: str, base: Any, inputs: torch.Tensor, products:
 
 def require_trained(model: nn.Module) -> None:
     """Raises ModelError for a model without adapters, or with adapters that all add zero."""
-    factors = [parameter for name, parameter in model.named_parameters() if is_adapter(name) and ".lora_B." in name]
+    # The factors that begin at zero: of linear layers, and of an embedding.
+    zero_at_first = re.compile(r"\.lora_B\.|\.lora_embedding_A\.")
+    factors = []
+    for name, parameter in model.named_parameters():
+        if is_adapter(name) and zero_at_first.search(name):
+            factors.append(parameter)
     if not factors:
         raise ModelError("the model has no adapter", where="adapter", fix="name a run that was trained with adapter=lora")
     if not any(bool(factor.any()) for factor in factors):
@@ -316,9 +399,7 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
         options.lora_alpha = _number(options.lora_alpha * (math.sqrt(2) if options.use_rslora else 2))
     states = {NAME: state}
     for each in model.peft_config.keys() - {NAME}:
-        states[each] = {
-            name.replace(f".{each}.", "."): v for name, v in model.state_dict().items() if is_adapter(name) and f".{each}." in name
-        }
+        states[each] = _factors_of(model, each)
     assert (saved := sum(map(len, states.values()))) == trained, f"{saved} of {trained} trained tensors would be saved"
     for each, tensors in states.items():
         place, own = folder if each == NAME else folder / each, model.peft_config[each]
@@ -329,6 +410,21 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
         save_file(copies, place / FILE, metadata={"format": "pt"})
 
 
+def _factors_of(model: nn.Module, adapter: str) -> dict[str, torch.Tensor]:
+    """Return the factors of one adapter by PEFT's names in files, which leave the adapter's out."""
+    factors = {}
+    for name, value in model.state_dict().items():
+        found = FACTOR.search(name)
+        if found is None:
+            continue
+        linear_part, linear_adapter, embedding_part, embedding_adapter = found.groups()
+        if linear_adapter == adapter:
+            factors[f"{name[: found.start()]}.{linear_part}.weight"] = value
+        elif embedding_adapter == adapter:
+            factors[f"{name[: found.start()]}.{embedding_part}"] = value
+    return factors
+
+
 def read_over(base: Any, folder: Path, all_of_them: bool = True) -> Any:
     """PEFT's model of a base and the adapters that `save_adapter` wrote, which are on. `all_of_them` False: the first alone, since in a
     folder of another tool's those in folders in it are older ones."""
@@ -336,6 +432,7 @@ def read_over(base: Any, folder: Path, all_of_them: bool = True) -> Any:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT uses old names of transformers
+        warnings.filterwarnings("ignore", message=TIED)
         model: Any = PeftModel.from_pretrained(base, str(folder))
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
         more = sorted(path.parent for path in folder.glob(f"*/{FILE}") if all_of_them)
@@ -388,6 +485,65 @@ def _require_rows(model: Any, tokens: Sequence[int]) -> None:
         raise ModelError(
             what, where="adapter.trainable_tokens", fix="name ids below that, which a tokenizer of your own may give to new tokens"
         )
+
+
+def _ends_of_vocabulary(model: Any) -> dict[str, Any]:
+    """Return name → layer, of the embedding and the head that PEFT has adapters for."""
+    if reads_images(model):
+        return {}
+    ends = [layer for layer in vocabulary(model) if isinstance(layer, nn.Embedding | nn.Linear)]
+    return {name: module for name, module in model.named_modules() if module in ends}
+
+
+def _require_ends(model: Any, adapter: LoRAConfig, names: dict[str, list[str]]) -> None:
+    """Raise ModelError for what an adapted embedding, or a head tied to one, cannot get.
+
+    `names`: the layers of each adapter.
+    """
+    ends = _ends_of_vocabulary(model)
+    is_tied = len({id(layer.weight) for layer in ends.values()}) < len(ends)
+    for adapter_name, chosen in names.items():
+        for name in chosen:
+            if name not in ends or not (is_tied or isinstance(ends[name], nn.Embedding)):
+                continue
+            fix = f"take {name} out of adapter.targets, or this"
+            if adapter.init != "zero" and adapter_name == NAME:
+                what = f"PiSSA would change the weight of {name}, which the embedding looks up"
+                raise ModelError(what, where="adapter.init", fix=fix)
+            if adapter.trainable_tokens:
+                what = f"{name} has an adapter, and rows of its weight are trained by themselves"
+                raise ModelError(what, where="adapter.trainable_tokens", fix=fix)
+
+
+def _untie_adapted_ends(model: Any) -> None:
+    """Give a head that is tied to the embedding its own weight if one of the two has an adapter."""
+    ends = [layer for layer in vocabulary(model) if layer is not None]
+    if not any(hasattr(layer, "lora_A") for layer in ends):
+        return
+    bases = [whole_layer(layer) for layer in ends]
+    if len(bases) < 2 or bases[0].weight is not bases[1].weight:
+        return
+    head = bases[1]
+    own_weight = head.weight.detach().clone()
+    head.weight = nn.Parameter(own_weight, requires_grad=head.weight.requires_grad)
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+
+
+def without_factors(layer: Any) -> Any:
+    """Return a copy of one of PEFT's layers over the same base layer, with no adapter on it."""
+    copied = copy.copy(layer)
+    copied._modules = dict(layer._modules)
+    factors = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+    for name in factors:
+        if name in copied._modules:
+            copied._modules[name] = type(layer._modules[name])()
+    return copied
+
+
+def is_tuned(layer: nn.Module) -> bool:
+    """Return whether a layer is one of PEFT's, with factors over a base layer."""
+    return hasattr(layer, "base_layer") and hasattr(layer, "lora_A")
 
 
 def _number(alpha: float) -> Any:

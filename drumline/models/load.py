@@ -174,7 +174,11 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
     apart = tower if tied else {*tower, id(embedding)}
     experts = int(getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1)
     chosen = min(experts, int(getattr(text, "num_experts_per_tok", None) or experts))
-    flops = {name: (6 if p.requires_grad else 4) * p.numel() for name, p in model.named_parameters() if id(p) not in apart}
+    flops = {}
+    for name, p in model.named_parameters():
+        is_looked_up = ".lora_embedding_A." in name  # a factor with a column for each token
+        if id(p) not in apart and not is_looked_up:
+            flops[name] = (6 if p.requires_grad else 4) * p.numel()
     products = sum(number * chosen / experts if ".experts." in name else number for name, number in flops.items())
     # Where the config has no kind for each layer, one window is that of all of them.
     all_layers = ["full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"]

@@ -246,7 +246,9 @@ def _cut_vocabulary(embedding: nn.Module, head: nn.Module | None, mesh: DeviceMe
     first = first_row(embedding.num_embeddings, mesh)
     _place(embedding, "weight", mesh, Shard(0))
     rows, padding = local(embedding.weight).shape[0], embedding.padding_idx
-    embedding.padding_idx = padding - first if padding is not None and first <= padding < first + rows else None
+    own_padding = None
+    if padding is not None and first <= padding < first + rows:
+        own_padding = padding - first
     if tied:
         embedding.weight = head.weight  # type: ignore[union-attr,assignment]
     inner = with_weights(embedding, embedding.forward, local)
@@ -255,7 +257,12 @@ def _cut_vocabulary(embedding: nn.Module, head: nn.Module | None, mesh: DeviceMe
         """A token's row is looked up on the rank that has it and is zero elsewhere; the sum over ranks is the embedding."""
         mine = ids - first
         elsewhere = (mine < 0) | (mine >= rows)
-        part = inner(mine.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
+        # An adapter over the embedding reads the number of the padding's row among all rows.
+        embedding.padding_idx = own_padding
+        try:
+            part = inner(mine.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
+        finally:
+            embedding.padding_idx = padding
         return _moved(part, mesh, Partial(), Replicate())
 
     embedding.forward = look_up  # type: ignore[assignment]

@@ -171,8 +171,12 @@ def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
     experts = any(".experts." in weight.name for block in kinds for weight in block)
     if not names or (experts and any(name.startswith(("mlp.", "feed_forward.")) for name in names)):
         return None  # of a mixture PEFT adapts the experts, too, where its other feed-forward parts have names that theirs had
-    if isinstance(adapter.targets, list) and not all(any(_ends(name, target) for name in names) for target in adapter.targets):
-        return None
+    if isinstance(adapter.targets, list):
+        outside = [weight.name.rpartition(".")[0] for weight in facts.end_weights]
+        if any(_ends(name, target) for name in outside for target in adapter.targets):
+            return None  # the embedding or the head
+        if not all(any(_ends(name, target) for name in names) for target in adapter.targets):
+            return None
     added = sum(weight.numel for block in blocks for weight in block if weight.trainable)
     ahead = len(blocks) - len(facts.block_parameters)
     products = facts.flops_per_token - facts.layers * facts.attention_flops

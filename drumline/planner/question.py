@@ -8,18 +8,20 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from drumline.core import mirror
 from drumline.core.cluster import cluster_from_string
-from drumline.core.config import Config
+from drumline.core.config import Config, LoRAConfig
 from drumline.core.load import Loaded, load_lines, load_text, reader
 from drumline.core.model import ModelConfig
 from drumline.core.plan import DataPlan, RolePlan
 from drumline.core.registry import entry_points, package_of
 from drumline.core.rollouts import require_room
+from drumline.core.unadapted import describe_unadapted, find_unadapted
 from drumline.errors import ConfigError, DataError, ModelError, PlanError, UserError
 from drumline.hardware.cluster import Cluster, calibration_for
 from drumline.hardware.detect import detect
@@ -144,7 +146,8 @@ def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
     if not config.images_alone:
         shapes.check_length(question.facts.max_positions, config.data.max_length)
         require_room(config.algorithm.new_tokens, config.data.max_length)
-    return PlanRequest(question, (*notes, *cluster.notes), policy)
+    unadapted = describe_unadapted(find_unadapted(question.facts, config.adapter))
+    return PlanRequest(question, (*notes, *unadapted, *cluster.notes), policy)
 
 
 def assemble(
@@ -169,6 +172,22 @@ def assemble(
     own = sizes_of(policy, length, config.head, labels, config.adapter, config.model.freeze)
     deepspeed = may_install or importlib.util.find_spec("deepspeed") is not None
     return Question(config, cluster, replace(own, roles=sizes), data, roles, processes, deepspeed)
+
+
+def require_adapter(config: Config, policy: Found) -> None:
+    """Raise ModelError if the adapter names a layer, module or token that the model does not have.
+
+    Asked before anything is downloaded or prepared: it takes the model's config alone, and no PEFT.
+    """
+    if not isinstance(config.adapter, LoRAConfig):
+        return
+    from drumline.models.adapters import find_targets
+    from drumline.models.classes import with_classes
+    from drumline.models.load import on_meta
+
+    labels = tuple(getattr(config.algorithm, "labels", None) or ())
+    hf_config = with_classes(deepcopy(policy.hf_config), config.head, labels)
+    find_targets(on_meta(hf_config, config.head), config.adapter)
 
 
 def roles_of(config: Config, policy: Found, find: Callable[[ModelConfig], Found]) -> dict[str, RolePlan]:

@@ -122,6 +122,8 @@ class Progress:
     def _on_run_start(self, event: events.RunStart) -> None:
         if not self.start:
             self._print(f"plan: {event.plan_line}")
+            for line in event.unadapted or []:  # None in runs of older versions
+                self._print(f"note: {line}")
             self.began = event.t
         self.start = event
 

@@ -114,8 +114,11 @@ def _remarks(run: RunFacts) -> list[str]:
     lines += [f"a checkpoint of step {event.get('step')} failed: {event['error']}" for event in run.of("save") if event.get("error")][:3]
     warnings = run.last("measured").get("warnings")
     lines += [f"the plan was off: {line}" for line in warnings] if isinstance(warnings, list) else []
-    left_out = start.get("left_out")
-    return lines + ([str(line) for line in left_out] if isinstance(left_out, list) else [])
+    for name in ("unadapted", "left_out"):
+        found = start.get(name)
+        if isinstance(found, list):
+            lines += [str(line) for line in found]
+    return lines
 
 
 def _left_out(run: RunFacts) -> list[str]:

@@ -93,6 +93,8 @@ class RunStart(Event, kind="run_start"):
     plan_line: str  # the plan in words
     left_out: list[str]  # how many rows of the data were cut, dropped or skipped
     writes: bool = False  # the model writes text: `drumline chat RUN` talks to it
+    # Large weights that `all-linear` does not adapt or QLoRA does not pack, in words.
+    unadapted: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)  # rank 0's host, system and devices, and the versions of what trains
 
 

@@ -223,8 +223,8 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
     from drumline.data.cache import TokenCache
     from drumline.data.prepare import prepare as prepare_data
     from drumline.models.files import resolve
-    from drumline.models.load import load_config
     from drumline.models.vision import vision_of
+    from drumline.planner.question import Found, require_adapter
 
     loaded = load(config_path, overrides)
     config = loaded.config
@@ -233,7 +233,9 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
         raise UserError(what, where="model.kind", fix="`drumline preview` shows the samples")
     with bars(Console(stderr=True)) as on_progress:
         model_path = resolve(config.model, on_progress)
-        vision = vision_of(config, model_path, load_config(model_path, config.model))
+        policy = Found(config.model, model_path)
+        require_adapter(config, policy)
+        vision = vision_of(config, model_path, policy.hf_config)
         data = prepare_data(config, config.model.tokenizer or model_path or "", loaded.base_dir, on_progress, vision, check=True)
     more = (f", {data.images} images" if data.images else "") + " in the first block" * data.stream
     print(f"train  {data.train_samples} samples, {data.train_tokens} tokens{more}  {data.train_cache}")

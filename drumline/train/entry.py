@@ -121,6 +121,7 @@ def run_start(plan: Plan, resume: str | None) -> RunStart:
         plan_line=plan_line(plan),
         left_out=list(plan.data.left_out) if plan.data else [],
         writes=plan.config.algorithm.writes and not plan.config.plain,
+        unadapted=list(plan.predicted.unadapted),
         environment=_environment(plan),
     )
 

@@ -50,7 +50,7 @@ from drumline.parallel.transforms import batch_norms
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
 from drumline.planner.faults import MTBF_HOURS, campaign
-from drumline.planner.question import Found, assemble, find_model, roles_of
+from drumline.planner.question import Found, assemble, find_model, require_adapter, roles_of
 from drumline.planner.search.answer import Candidate
 from drumline.planner.search.auto import choose
 from drumline.planner.search.budget import kinds_of, within_budget
@@ -87,6 +87,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     policy = find_model(config.model, on_progress, weights=True)
     if not config.images_alone:
         models.check_fits(policy.hf_config, load_tokenizer(policy.path, config.model), config.data.max_length)
+    require_adapter(config, policy)
     roles = find_roles(config, policy, on_progress)
     if not dry_run:
         download(policy.path, config.model, on_progress)

@@ -32,6 +32,8 @@ class Kind(NamedTuple):
     sections: dict[str, Any] = {}
 
 
+ENDS = ["q_proj", "lm_head", "embed_tokens"]
+UNTIED = {"init": "random", "config": {"tie_word_embeddings": False}}
 MORE = {"feed": {"r": 2, "targets": ["up_proj", "down_proj"], "rslora": True}}
 KINDS = {
     "dora": Kind({"dora": True, "rslora": True}),
@@ -39,6 +41,10 @@ KINDS = {
     "pissa": Kind({"init": "pissa"}, 1e-4),
     "saved and tokens": Kind({"modules_to_save": ["model.norm"], "trainable_tokens": [5, 70, 71], "targets": "attention"}),
     "two": Kind({"more": MORE, "targets": "attention"}),
+    # Tied in the tiny model: of a pipeline both stages hold the weight, and each its own factors.
+    "ends": Kind({"targets": ENDS}),
+    "untied ends": Kind({"targets": ENDS}, sections={"model": UNTIED}),
+    "ends, bf16": Kind({"targets": ENDS}, 3e-2, {"precision": "bf16"}),
     # Scales of a whole matrix, whatever part of it a rank has: the same weights.
     "4bit": Kind({"quantize": "4bit"}),
     "8bit": Kind({"quantize": "8bit"}),
@@ -61,7 +67,19 @@ SPREADS: dict[str, tuple[int, Any]] = {
 REFUSED = {(kind, "tp 2") for kind in KINDS if "dora" in kind or "bit" in kind or "tokens" in kind} | {("saved and tokens", "pp 2")}
 REFUSED |= {("4bit, pure bf16", name) for name in ("zero3 2", "zero2 2", "cp 2", "pp 2")}
 OFTEN = ("fsdp2 2", "zero3 2")
-REST = ("dora, pissa, bf16", "4bit, bf16", "4bit, pure bf16", "8bit", "pissa", "dora", "4bit", "two")  # with --full
+# With --full.
+REST = (
+    "untied ends",
+    "ends, bf16",
+    "dora, pissa, bf16",
+    "4bit, bf16",
+    "4bit, pure bf16",
+    "8bit",
+    "pissa",
+    "dora",
+    "4bit",
+    "two",
+)
 PAIRS = [
     pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if name in OFTEN and kind not in REST else pytest.mark.full)
     for kind in KINDS

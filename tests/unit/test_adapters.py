@@ -12,17 +12,23 @@ import torch
 
 from drumline.checkpoint.save import Checkpointer
 from drumline.core.config import Config, LoRAConfig, LoRAFactors
+from drumline.core.load import load
 from drumline.core.mesh import Mesh
 from drumline.core.model import ModelConfig
 from drumline.core.plan import BatchPlan, DataPlan, Plan, Predicted
-from drumline.errors import EnvironmentFault, ModelError
+from drumline.core.rule import Case
+from drumline.core.rules import check_rules
+from drumline.errors import EnvironmentFault, ModelError, PlanError
 from drumline.inference.card import card
 from drumline.models import adapters
 from drumline.models.build import build_model
 from drumline.models.export import export
 from drumline.models.load import facts, load_config
 from drumline.models.shards import canonical_tensors
+from drumline.train.setup import Request, make_plan
+from tests.harness import write_config
 from tests.tiny import tiny_model_dir
+from tests.unit.conftest import Run
 
 IDS = torch.arange(24)[None] * 7 % 300
 LORA = LoRAConfig(r=4, alpha=16)
@@ -129,8 +135,39 @@ def test_unknown_targets_are_told_with_the_nearest(folder: Path) -> None:
     model = build_model(str(folder), ModelConfig(id=str(folder)), seed=0)
     with pytest.raises(ModelError, match=r"named 'q_porj' — did you mean q_proj\?"):
         adapters.target_names(model, LoRAConfig(targets=["q_porj"]))
-    with pytest.raises(ModelError, match="there are down_proj, gate_proj"):
-        facts(load_config(str(folder), ModelConfig(id=str(folder))), 64, LoRAConfig(targets=["lm_head"]))
+    with pytest.raises(ModelError, match="there are down_proj, embed_tokens, gate_proj"):
+        config = load_config(str(folder), ModelConfig(id=str(folder)))
+        facts(config, 64, LoRAConfig(targets=["nothing"]))
+    with pytest.raises(ModelError, match=r"did you mean embed_tokens\?"):
+        adapters.target_names(model, LoRAConfig(targets=["embed_token"]))
+
+
+def test_a_target_that_is_none_is_refused_before_data_are_prepared(
+    folder: Path, tmp_path: Path, run: Run
+) -> None:
+    """The rows need not even be there."""
+    path = write_config(tmp_path, folder, rows=1, adapter={"kind": "lora", "targets": ["q_porj"]})
+    overrides = [f"data.cache_dir={tmp_path / 'cache'}", f"data.train={tmp_path / 'nowhere.jsonl'}"]
+    with pytest.raises(ModelError, match=r"did you mean q_proj\?"):
+        make_plan(Request(load(path, overrides), world_size=1), on_progress=lambda *_: None)
+    code, _, err = run("prepare", path, *overrides)
+    assert code == 2 and "no layer of LlamaForCausalLM that can get an adapter is named 'q_porj'" in err
+    assert not (tmp_path / "cache").exists()
+
+
+def test_threads_of_dp_have_no_adapter_over_the_embedding(folder: Path) -> None:
+    adapter = LoRAConfig(targets=["embed_tokens"])
+    values = {
+        "model": {"id": str(folder)},
+        "data": {"train": [{"kind": "file", "path": "x"}]},
+        "adapter": adapter.model_dump(),
+        "strategy": "dp",
+    }
+    config = Config.model_validate(values)
+    sizes = facts(load_config(str(folder), ModelConfig(id=str(folder))), 64, adapter)
+    check_rules(Case(config, Mesh(), "cpu", "fp32", sizes))
+    with pytest.raises(PlanError, match="an adapter over the embedding × dp"):
+        check_rules(Case(config, Mesh(), "cuda", "fp32", sizes))
 
 
 def test_facts_count_what_learns(folder: Path) -> None:
@@ -243,6 +280,14 @@ KINDS = {
     "tokens": LoRAConfig(r=4, trainable_tokens=(3, 200), targets="attention"),
     "two": LoRAConfig(r=4, targets="attention", more={"feed": LoRAFactors(r=2, alpha=8, rslora=True, targets=["up_proj", "q_proj"])}),
 }
+ENDS = ["q_proj", "lm_head", "embed_tokens"]
+KINDS |= {
+    "both ends": LoRAConfig(
+        r=4, targets=ENDS, more={"more": LoRAFactors(r=2, targets=["embed_tokens"])}
+    ),
+    "the embedding, dora": LoRAConfig(r=4, targets=["embed_tokens"], dora=True),
+    "the head": LoRAConfig(r=4, targets=["q_proj", "lm_head"], rslora=True),
+}
 AGAIN = ("dora", "pissa")  # with --full: another has both
 
 
@@ -290,6 +335,12 @@ def test_a_shard_begins_as_its_part_of_one_process(folder: Path) -> None:
     [
         ({"trainable_tokens": [10**6]}, "token 1000000 has no row: the embedding has 3"),
         ({"modules_to_save": ["lm_haed"]}, "no module 'lm_haed' with weights — did you mean lm_head"),
+        ({"targets": ["lm_head"], "init": "pissa"}, "which the embedding looks up"),
+        ({"targets": ["lm_head"], "trainable_tokens": [3]}, "rows of its weight are trained"),
+        (
+            {"targets": ["lm_head"], "modules_to_save": ["embed_tokens"]},
+            "the weight of lm_head is trained whole, and gets no adapter",
+        ),
     ],
 )
 def test_what_the_model_does_not_have(folder: Path, options: dict[str, Any], says: str) -> None:

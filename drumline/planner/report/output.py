@@ -15,6 +15,7 @@ from drumline.core.config import Config
 from drumline.core.estimate import Estimate
 from drumline.core.explain import flow
 from drumline.core.registry import kinds_alone
+from drumline.core.unadapted import find_unadapted
 from drumline.core.yaml_lines import write_yaml
 from drumline.hardware.catalog import DEVICES, LINKS, usual_host_memory
 from drumline.hardware.cluster import DeviceSpec, Link
@@ -155,6 +156,10 @@ def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Chang
             "type": facts.name,
             "parameters": facts.parameters,
             "learned": facts.trainable,
+            "unadapted": [
+                {**group._asdict(), "share": group.share}
+                for group in find_unadapted(facts, question.config.adapter)
+            ],
             "layers": facts.layers,
             "hidden": facts.hidden,
             "vocabulary": facts.vocab_size,
