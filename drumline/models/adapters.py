@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
     wanted = {NAME: adapter, **adapter.more}
     names = {each: target_names(model, options, trained) for each, options in wanted.items()}
     _require_rows(model, adapter.trainable_tokens)
+    token_rows = _token_rows(model, adapter.trainable_tokens, trained)
     made = {
         each: LoraConfig(
             r=options.r,
@@ -89,7 +90,7 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
             use_dora=options is adapter and adapter.dora,
             lora_dropout=options.dropout,
             target_modules=_short(model, names[each]),
-            trainable_token_indices=[*adapter.trainable_tokens] or None if options is adapter else None,
+            trainable_token_indices=token_rows if options is adapter else None,
             fan_in_fan_out=all(type(model.get_submodule(name)).__name__ == "Conv1D" for name in names[each]),
             task_type="CAUSAL_LM",
         )
@@ -334,6 +335,32 @@ def _require_rows(model: Any, tokens: Sequence[int]) -> None:
         raise ModelError(
             what, where="adapter.trainable_tokens", fix="name ids below that, which a tokenizer of your own may give to new tokens"
         )
+
+
+def _token_rows(model: Any, tokens: Sequence[int], trained: Collection[str]) -> list[int] | dict[str, list[int]] | None:
+    """The rows of embedding and head that PEFT trains: those of `tokens`, but of no layer whose weight is in `trained`. A list stands for
+    the embedding and a head that is tied to it. Raises ModelError for a head with a bias, which PEFT would leave out."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {id(module): name for name, module in model.named_modules()}
+    layers = [layer for layer in (embedding, head) if layer is not None and f"{names[id(layer)]}.weight" not in trained]
+    is_tied = head is not None and head.weight is embedding.weight
+    if not tokens or embedding not in layers and (is_tied or head not in layers):
+        return None
+    if head in layers and getattr(head, "bias", None) is not None:
+        what = f"the head of {type(model).__name__} has a bias, and PEFT trains rows of heads without one"
+        names_of_both = f"[{names[id(embedding)]}, {names[id(head)]}]"
+        raise ModelError(what, where="adapter.trainable_tokens", fix=f"train both whole: adapter.modules_to_save={names_of_both}")
+    if head is None or is_tied:
+        return [*tokens]
+    return {names[id(layer)]: [*tokens] for layer in layers}
+
+
+def trains_all_rows(model: Any, adapter: LoRAConfig) -> bool:
+    """Whether `modules_to_save` trains the whole embedding, and the whole head of a model that has one."""
+    trained = _named_below(model, adapter.modules_to_save)
+    learns = {id(model.get_parameter(name)) for name in trained}
+    layers = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
+    return all(id(layer.weight) in learns for layer in layers)
 
 
 def _number(alpha: float) -> Any:

@@ -320,7 +320,8 @@ def _read_back(folder: Path, base: str | None, plan: Plan, model: ModelConfig) -
     head: Head = "lm" if plan.config.head in LM else plan.config.head
     if base is not None:
         return adapters.read_over(build_model(base, model, seed=0, head=head, labels=plan.labels), folder)
-    config = load_config(str(folder), model.model_copy(update={"config": {}}))
+    # The folder has a config, a tokenizer and rows of its own.
+    config = load_config(str(folder), model.model_copy(update={"config": {}, "tokenizer": None, "new_tokens": ()}))
     found = tuple(config.id2label.get(index) for index in range(len(plan.labels)))
     if found != plan.labels:
         raise DrumlineError(f"the folder names the classes otherwise: {list(found)}", where=str(folder))

@@ -47,6 +47,7 @@ from drumline.parallel.transforms import batch_norms
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
 from drumline.planner.faults import MTBF_HOURS, campaign
+from drumline.planner.new_tokens import rows_notes, with_new_rows
 from drumline.planner.question import Found, assemble, find_model, roles_of
 from drumline.planner.search.answer import Candidate
 from drumline.planner.search.auto import choose
@@ -82,6 +83,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         rewards.require(rollout.rewards)
         vllm.require_installed(rollout.generator)
     policy = find_model(config.model, on_progress, weights=True)
+    notes(rows_notes(config, policy))
+    config = with_new_rows(config, policy)
     if not config.images_alone:
         models.check_fits(policy.hf_config, load_tokenizer(policy.path, config.model), config.data.max_length)
     roles = find_roles(config, policy, on_progress)
