@@ -36,6 +36,9 @@ class ModelShape(Section):
         return self
 
 
+MOST_MULTIPLE = 10**6  # of the rows of an embedding
+
+
 class NewToken(Section):
     """A token that is added to the tokenizer, as plain text that decoding keeps."""
 
@@ -107,7 +110,7 @@ class ModelConfig(Section):
     vocabulary_multiple: int = Field(
         64,
         gt=0,
-        le=10**6,
+        le=MOST_MULTIPLE,
         description="An embedding that grows, for new_tokens or a larger tokenizer, gets a multiple of this many rows.",
     )
     attention: Literal["auto", "sdpa", "eager", "documents", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(

@@ -21,7 +21,7 @@ from rich.console import Console
 from transformers import TextStreamer
 
 from drumline.checkpoint.load import check
-from drumline.core.model import ModelConfig
+from drumline.core.model import MOST_MULTIPLE, ModelConfig
 from drumline.core.plan import Plan
 from drumline.core.process import uncollected
 from drumline.core.rollouts import HFGenerator as HFConfig
@@ -173,12 +173,23 @@ def _from_folder(source: str, trust_remote_code: bool) -> Model:
     own = any(Path(source).glob("tokenizer*"))
     tokenizer = load_tokenizer(source, model) if own else load_tokenizer(base, below)
     whole = _pretrained(base, below)
+    _make_room(whole, Path(source), tokenizer)
     with judged("cannot be laid over its base", source, ModelError, "give a folder that PEFT wrote"):
         return Model(
             _placed(read_over(whole, Path(source), (Path(source) / PROVENANCE).exists()).merge_and_unload()),
             tokenizer,
             f"{source} over {base}",
         )
+
+
+def _make_room(base: Any, adapter: Path, tokenizer: Any) -> None:
+    """Give the base of an adapter as many rows as it had in training, which are more where tokens were added."""
+    rows = len(tokenizer)
+    said = read_object(adapter / PROVENANCE, ModelError).get("rows") if (adapter / PROVENANCE).exists() else None
+    if isinstance(said, int) and rows < said <= rows + MOST_MULTIPLE:
+        rows = said
+    if rows > base.get_input_embeddings().weight.shape[0]:
+        base.resize_token_embeddings(rows, mean_resizing=False)
 
 
 def _pretrained(source: str, model: ModelConfig) -> Any:

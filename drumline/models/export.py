@@ -105,6 +105,8 @@ def export(
         origin = {"drumline": __version__, "run": str(run_dir), "checkpoint": checkpoint.name, "step": step, "dtype": dtype}
         origin |= {"torch": torch.__version__, "transformers": transformers.__version__}
         origin |= {"labels": [*plan.labels]} if plan.labels else {}  # which PEFT's files have no place for
+        if source.may_grow and not plan.config.images_alone:
+            origin["rows"] = model.get_input_embeddings().weight.shape[0]  # to which a reader resizes the base of an adapter
         (temporary / PROVENANCE).write_text(json.dumps(origin, indent=2) + "\n")
         progress("export", 2, 4)
         expected = _logits(model.float(), plan)
