@@ -340,19 +340,22 @@ def _require_rows(model: Any, tokens: Sequence[int]) -> None:
 def _token_rows(model: Any, tokens: Sequence[int], trained: Collection[str]) -> list[int] | dict[str, list[int]] | None:
     """The rows of embedding and head that PEFT trains: those of `tokens`, but of no layer whose weight is in `trained`. A list stands for
     the embedding and a head that is tied to it. Raises ModelError for a head with a bias, which PEFT would leave out."""
+    if not tokens:
+        return None
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {id(module): name for name, module in model.named_modules()}
-    layers = [layer for layer in (embedding, head) if layer is not None and f"{names[id(layer)]}.weight" not in trained]
     is_tied = head is not None and head.weight is embedding.weight
-    if not tokens or embedding not in layers and (is_tied or head not in layers):
+    if is_tied and f"{names[id(embedding)]}.weight" in trained:
         return None
+    layers = [layer for layer in (embedding, head) if layer is not None]
+    layers = [layer for layer in layers if f"{names[id(layer)]}.weight" not in trained]
     if head in layers and getattr(head, "bias", None) is not None:
         what = f"the head of {type(model).__name__} has a bias, and PEFT trains rows of heads without one"
-        names_of_both = f"[{names[id(embedding)]}, {names[id(head)]}]"
-        raise ModelError(what, where="adapter.trainable_tokens", fix=f"train both whole: adapter.modules_to_save={names_of_both}")
-    if head is None or is_tied:
+        both = f"[{names[id(embedding)]}, {names[id(head)]}]"
+        raise ModelError(what, where="adapter.trainable_tokens", fix=f"train both whole: adapter.modules_to_save={both}")
+    if is_tied or layers == [embedding]:
         return [*tokens]
-    return {names[id(layer)]: [*tokens] for layer in layers}
+    return {names[id(layer)]: [*tokens] for layer in layers} or None
 
 
 def trains_all_rows(model: Any, adapter: LoRAConfig) -> bool:

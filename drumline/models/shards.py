@@ -152,8 +152,8 @@ class FromFiles:
 
 
 def copy_part(tensor: torch.Tensor, source: Any) -> None:
-    """Fill a tensor from `source`, an unsharded tensor, slice object of safetensors or `GrownRows`; a DTensor takes its local part. Under FSDP2 × TP a
-    part is contiguous too: the rows of one tensor-parallel rank, cut again."""
+    """Fill a tensor from `source`, an unsharded tensor, slice object of safetensors or `GrownRows`; a DTensor takes its local part. Under
+    FSDP2 × TP a part is contiguous too: the rows of one tensor-parallel rank, cut again."""
     local, offset = tensor, (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -173,7 +173,8 @@ def from_files(
 ) -> FromFiles:
     """The source of `model` (whole, on the meta device) in the safetensors files of a folder or hub id, with the options of `source`.
     Raises Whole if the files' names and shapes do not match those of the model one to one; it leaves tensors of `fresh` out if they are
-    missing or have another shape. With `growth` embedding and head have the rows of that, and those of the files begin with them. Raises ModelError where the files have different values for weights that the config ties."""
+    missing or have another shape. With `growth` embedding and head have the rows of that, and those of the files begin with them.
+    Raises ModelError where the files have different values for weights that the config ties."""
     stored = _renamed(model, _stored(path, source))
     places: dict[str, Stored] = {}
     grown = set[str]()

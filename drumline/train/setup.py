@@ -172,7 +172,7 @@ def require_same_tokens(model: ModelConfig, path: str | None, tokenizer: Any, wh
         token = next((t for t, number in ours.items() if theirs.get(t) != number), None) or next(t for t in theirs if t not in ours)
         numbers = [("none" if v.get(token) is None else f"number {v[token]}") for v in (ours, theirs)]
         what = f"its tokenizer is not the policy's: token {token!r} has {numbers[0]} in the policy's and {numbers[1]} in this one"
-        raise ModelError(what, where=where, fix="name a model with the same tokenizer")
+        raise ModelError(what, where=where, fix="give it the policy's new_tokens, or name a model with the same tokenizer")
 
 
 def _require_runs(plan: Plan) -> None:

@@ -177,5 +177,5 @@ def test_other_new_tokens_are_refused_on_resume(runs: Path, tmp_path: Path) -> N
     path = config_of(runs, tmp_path, "all", "single")
     loaded = load(path, [f"data.cache_dir={runs / 'cache'}", "model.new_tokens=[drum]"])
     request = Request(loaded, world_size=1, resume=str(runs / slug("all", "single") / "run" / "checkpoints" / "step-00000002"))
-    with pytest.raises(CheckpointError, match="the config differs in what the run depends on: model.new_tokens"):
+    with pytest.raises(CheckpointError, match=r"the config differs in what the run depends on: model\.new_tokens"):
         claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)
