@@ -46,7 +46,8 @@ class NewToken(Section):
     text: str = Field(
         "",
         max_length=10_000,
-        description="Its row begins at the mean of the rows of this text's tokens; empty: at the mean of all tokens.",
+        description="Its row begins at the mean of the rows of this text's tokens; empty: of all"
+        " tokens.",
     )
 
 
@@ -104,14 +105,16 @@ class ModelConfig(Section):
     )
     new_tokens: NewTokens = Field(
         (),
-        description="Tokens to add to the tokenizer: [TOKEN, …], or {TOKEN: TEXT, …} for rows that begin at the mean of a text's tokens."
-        " Rows of the embedding that no token uses are taken first; then embedding and head grow.",
+        description="Tokens to add to the tokenizer: [TOKEN, …], or {TOKEN: TEXT, …} for rows that"
+        " begin at the mean of a text's tokens. Rows of the embedding that no token uses are taken"
+        " first; then embedding and head grow.",
     )
     vocabulary_multiple: int = Field(
         64,
         gt=0,
         le=MOST_MULTIPLE,
-        description="An embedding that grows, for new_tokens or a larger tokenizer, gets a multiple of this many rows.",
+        description="An embedding that grows, for new_tokens or a larger tokenizer, gets a multiple"
+        " of this many rows.",
     )
     attention: Literal["auto", "sdpa", "eager", "documents", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
         "auto",
@@ -158,7 +161,8 @@ class ModelConfig(Section):
         if twice:
             raise ValueError(f"{twice[0]!r} stands twice in new_tokens")
         if tokens and self.builder is not None:
-            raise ValueError(f"kind {self.kind} takes no new_tokens: a function makes the module, and there is no tokenizer")
+            what = "a function makes the module, and there is no tokenizer"
+            raise ValueError(f"kind {self.kind} takes no new_tokens: {what}")
         if self.init == "random" and any(new.text for new in self.new_tokens):
             raise ValueError("init random draws all rows: give new_tokens as a list, without texts")
         return self

@@ -38,6 +38,7 @@ from drumline.models.files import from_hub, hub_options, quiet, resolve
 from drumline.models.load import load_config
 from drumline.models.own import read_module
 from drumline.models.tokenizer import load_tokenizer
+from drumline.models.vocabulary import Growth, grow_whole
 from drumline.report.bars import OnProgress, aside, bars
 from drumline.rl.generate import Completion, HFGenerator, Request, end_tokens
 from drumline.train.run import Run
@@ -183,13 +184,16 @@ def _from_folder(source: str, trust_remote_code: bool) -> Model:
 
 
 def _make_room(base: Any, adapter: Path, tokenizer: Any) -> None:
-    """Give the base of an adapter as many rows as it had in training, which are more where tokens were added."""
+    """Give the base of an adapter the rows that it had in training, more where tokens were added."""
     rows = len(tokenizer)
-    said = read_object(adapter / PROVENANCE, ModelError).get("rows") if (adapter / PROVENANCE).exists() else None
-    if isinstance(said, int) and rows < said <= rows + MOST_MULTIPLE:
-        rows = said
-    if rows > base.get_input_embeddings().weight.shape[0]:
-        base.resize_token_embeddings(rows, mean_resizing=False)
+    provenance = adapter / PROVENANCE
+    if provenance.exists():
+        rows_in_training = read_object(provenance, ModelError).get("rows")
+        if isinstance(rows_in_training, int) and rows < rows_in_training <= rows + MOST_MULTIPLE:
+            rows = rows_in_training
+    stored = base.get_input_embeddings().weight.shape[0]
+    if rows > stored:
+        grow_whole(base, Growth(stored, rows, known=stored))
 
 
 def _pretrained(source: str, model: ModelConfig) -> Any:

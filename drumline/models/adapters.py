@@ -81,7 +81,7 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
     wanted = {NAME: adapter, **adapter.more}
     names = {each: target_names(model, options, trained) for each, options in wanted.items()}
     _require_rows(model, adapter.trainable_tokens)
-    token_rows = _token_rows(model, adapter.trainable_tokens, trained)
+    token_rows = _token_rows(model, adapter.trainable_tokens, trained, names[NAME])
     made = {
         each: LoraConfig(
             r=options.r,
@@ -337,9 +337,15 @@ def _require_rows(model: Any, tokens: Sequence[int]) -> None:
         )
 
 
-def _token_rows(model: Any, tokens: Sequence[int], trained: Collection[str]) -> list[int] | dict[str, list[int]] | None:
-    """The rows of embedding and head that PEFT trains: those of `tokens`, but of no layer whose weight is in `trained`. A list stands for
-    the embedding and a head that is tied to it. Raises ModelError for a head with a bias, which PEFT would leave out."""
+def _token_rows(
+    model: Any, tokens: Sequence[int], trained: Collection[str], adapted: Collection[str]
+) -> list[int] | dict[str, list[int]] | None:
+    """Return the rows of embedding and head that PEFT trains: those of `tokens`.
+
+    A list stands for the embedding and a head that is tied to it. Layers whose weights are in
+    `trained`, and layers in `adapted`, which have factors, get none.
+    Raises ModelError for a head with a bias, which PEFT would leave out.
+    """
     if not tokens:
         return None
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -347,23 +353,38 @@ def _token_rows(model: Any, tokens: Sequence[int], trained: Collection[str]) -> 
     is_tied = head is not None and head.weight is embedding.weight
     if is_tied and f"{names[id(embedding)]}.weight" in trained:
         return None
-    layers = [layer for layer in (embedding, head) if layer is not None]
-    layers = [layer for layer in layers if f"{names[id(layer)]}.weight" not in trained]
+    layers = []
+    for layer in (embedding, head):
+        name = names.get(id(layer))
+        if name is not None and name not in adapted and f"{name}.weight" not in trained:
+            layers.append(layer)
     if head in layers and getattr(head, "bias", None) is not None:
-        what = f"the head of {type(model).__name__} has a bias, and PEFT trains rows of heads without one"
+        what = f"the head of {type(model).__name__} has a bias, which PEFT leaves out over rows"
         both = f"[{names[id(embedding)]}, {names[id(head)]}]"
-        raise ModelError(what, where="adapter.trainable_tokens", fix=f"train both whole: adapter.modules_to_save={both}")
+        fix = f"train both whole: adapter.modules_to_save={both}"
+        raise ModelError(what, where="adapter.trainable_tokens", fix=fix)
     if is_tied or layers == [embedding]:
         return [*tokens]
     return {names[id(layer)]: [*tokens] for layer in layers} or None
 
 
-def trains_all_rows(model: Any, adapter: LoRAConfig) -> bool:
-    """Whether `modules_to_save` trains the whole embedding, and the whole head of a model that has one."""
+def trains_rows(model: Any, adapter: LoRAConfig) -> bool:
+    """Whether an adapter trains embedding and head without `trainable_tokens`.
+
+    `modules_to_save` may have their weights, or `targets` their names. An embedding with factors
+    gets no rows of its own.
+    """
     trained = _named_below(model, adapter.modules_to_save)
-    learns = {id(model.get_parameter(name)) for name in trained}
-    layers = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
-    return all(id(layer.weight) in learns for layer in layers)
+    learning = {id(model.get_parameter(name)) for name in trained}
+    targets = adapter.targets if isinstance(adapter.targets, list) else []
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {id(module): name for name, module in model.named_modules()}
+    layers = [layer for layer in (embedding, head) if layer is not None]
+    named = [layer for layer in layers if any(_ends(names[id(layer)], end) for end in targets)]
+    is_tied = head is not None and head.weight is embedding.weight
+    if embedding in named or (is_tied and head in named):
+        return True
+    return all(layer in named or id(layer.weight) in learning for layer in layers)
 
 
 def _number(alpha: float) -> Any:

@@ -126,7 +126,13 @@ def _without_weights(path: str | None, model: ModelConfig, config: Any, options:
 
 
 def _pretrained(
-    path: str, model: ModelConfig, config: Any, options: dict[str, Any], head: Head, draws: bool, growth: Growth | None
+    path: str,
+    model: ModelConfig,
+    config: Any,
+    options: dict[str, Any],
+    head: Head,
+    draws: bool,
+    growth: Growth | None,
 ) -> Any:
     stored = config
     if growth is not None and growth.added:

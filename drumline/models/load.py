@@ -49,14 +49,20 @@ _NOT_TAKEN = "transformers does not take this", "model.config", ModelError, "men
 
 
 def load_config(path: str | None, model: ModelConfig) -> Any:
-    """The Hugging Face config with the values of `model.config`, and a vocabulary for all tokens of `model.new_tokens` and
-    `model.tokenizer`; `path` None: of these values alone (requires model_type). Raises ModelError for a model_type, key or value that
-    transformers does not take."""
+    """Return the Hugging Face config with the values of `model.config`, and rows for all tokens.
+
+    `path` None: of these values alone (requires model_type). The vocabulary is large enough for
+    `model.new_tokens` and `model.tokenizer`.
+    Raises ModelError for a model_type, key or value that transformers does not take.
+    """
     return load_grown(path, model)[0]
 
 
 def load_grown(path: str | None, model: ModelConfig) -> tuple[Any, Growth | None]:
-    """`load_config`, and its rows beside those of the model's files; None where the model asks for neither new tokens nor a tokenizer."""
+    """Return `load_config`, and its rows beside those of the model's files.
+
+    These are None where the model asks for neither new tokens nor a tokenizer.
+    """
     config = stored_config(path, model)
     growth = growth_of(config, path, model)
     if growth is not None and growth.added:
@@ -279,6 +285,6 @@ def check_fits(config: Any, tokenizer: Any, max_length: int, where: str = "model
         what = f"the tokenizer has {len(tokenizer)} tokens but the embedding only {text.vocab_size} rows"
         fix = "name the tokenizer's folder as model.tokenizer, and the embedding grows"
         if where != "model.tokenizer":
-            fix = "give that model the policy's tokenizer or new_tokens, and its embedding grows, or name another model"
+            fix = "give that model the policy's tokenizer or new_tokens, or name another model"
         raise ModelError(what, where=where, fix=fix)
     check_length(getattr(text, "max_position_embeddings", None), max_length)

@@ -169,11 +169,15 @@ def copy_part(tensor: torch.Tensor, source: Any) -> None:
 
 
 def from_files(
-    path: str, source: ModelConfig, model: Any, fresh: frozenset[str] = frozenset(), growth: Growth | None = None
+    path: str,
+    source: ModelConfig,
+    model: Any,
+    fresh: frozenset[str] = frozenset(),
+    growth: Growth | None = None,
 ) -> FromFiles:
     """The source of `model` (whole, on the meta device) in the safetensors files of a folder or hub id, with the options of `source`.
     Raises Whole if the files' names and shapes do not match those of the model one to one; it leaves tensors of `fresh` out if they are
-    missing or have another shape. With `growth` embedding and head have the rows of that, and those of the files begin with them.
+    missing or have another shape. With `growth` embedding and head of the model have its rows, and those of the files fewer.
     Raises ModelError where the files have different values for weights that the config ties."""
     stored = _renamed(model, _stored(path, source))
     places: dict[str, Stored] = {}

@@ -16,7 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
-    """The tokenizer of the model, or of `model.tokenizer`, with `model.new_tokens`, and `model.chat_template` in place of its own."""
+    """Return the tokenizer of the model, or of `model.tokenizer`, with `model.new_tokens`.
+
+    `model.chat_template` takes the place of its own.
+    """
     tokenizer = read_tokenizer(path, model)
     add_new_tokens(tokenizer, model)
     if model.chat_template is not None:
@@ -41,10 +44,11 @@ def read_tokenizer(path: str | None, model: ModelConfig) -> Any:
 
 
 def add_new_tokens(tokenizer: Any, model: ModelConfig) -> dict[str, int]:
-    """Add `model.new_tokens` to the tokenizer, and return the id of each, also of those that it had.
+    """Add `model.new_tokens` to the tokenizer, and return the id of each, also of those it had.
 
-    They are plain tokens and no special ones: decoding keeps them where it leaves special tokens out, so a chat shows them and a reward
-    function reads them. Raises ModelError for a token that the tokenizer does not take.
+    They are plain tokens, not special ones. Decoding keeps them where it leaves special tokens out,
+    so a chat shows them, and a reward function reads them.
+    Raises ModelError for a token that the tokenizer does not take.
     """
     tokens = [new.token for new in model.new_tokens]
     if not tokens:
@@ -53,7 +57,8 @@ def add_new_tokens(tokenizer: Any, model: ModelConfig) -> dict[str, int]:
     vocabulary = tokenizer.get_vocab()
     for token in tokens:
         if token not in vocabulary:
-            raise ModelError(f"the tokenizer does not take {token!r}", where="model.new_tokens", fix="write it in another way")
+            what, fix = f"the tokenizer does not take {token!r}", "write it in another way"
+            raise ModelError(what, where="model.new_tokens", fix=fix)
     return {token: int(vocabulary[token]) for token in tokens}
 
 

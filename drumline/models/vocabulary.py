@@ -1,7 +1,8 @@
 """New tokens: how many rows embedding and head need for them, and what these rows begin as.
 
-The rows of a model's files stay as they are. Rows that are added, and rows of `model.new_tokens` that were in the files but that no token
-used, begin at a mean of rows in the files. A rank computes that from the files, so each rank and strategy has the same values.
+The rows of a model's files stay as they are. Rows that are added begin at a mean of rows in the
+files. So do rows of `model.new_tokens` that were in the files, but that no token used. Each rank
+computes the mean from the files, so every rank and strategy has the same values.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ WHERE = "model.new_tokens"
 class Growth:
     """The rows of a model's embedding and head beside those of its files.
 
-    `stored`: rows in the files. `rows`: rows of the model, `stored` or more. `known`: the first rows in the files, those of tokens; rows
-    behind them are padding. `starts`: id of a token that begins anew → ids of the tokens of its text; none for the mean of all known rows.
+    `stored`: rows in the files.
+    `rows`: rows of the model, `stored` or more.
+    `known`: the first rows in the files, those of tokens; rows behind them are padding.
+    `starts`: id of a new token → ids of the tokens of its text, whose mean its row begins at; no ids
+    for the mean of all known rows.
     `had`: those of `model.new_tokens` that the tokenizer had already.
     """
 
@@ -52,10 +56,11 @@ class Growth:
 
 
 def growth_of(config: Any, path: str | None, model: ModelConfig) -> Growth | None:
-    """The rows that the model at `path` gets for `model.new_tokens` and `model.tokenizer`; None where it asks for neither.
+    """Return the rows that the model at `path` gets for `model.new_tokens` and `model.tokenizer`.
 
-    `config`: as the model's files and `model.config` have it. Raises ModelError for a model without a vocabulary, and for a text without
-    known tokens.
+    None where it asks for neither. `config`: as the model's files and `model.config` have it.
+    Raises ModelError for new tokens of a model without a vocabulary, and for a text without known
+    tokens.
     """
     if not model.new_tokens and model.tokenizer is None:
         return None
@@ -90,19 +95,23 @@ def _ids_of(tokenizer: Any, text: str, known: int) -> tuple[int, ...]:
         return ()
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids or max(ids) >= known:
-        raise ModelError(f"the text {text!r} has no tokens that the model knows", where=WHERE, fix="describe the token in other words")
+        raise ModelError(
+            f"the text {text!r} has no tokens that the model knows",
+            where=WHERE,
+            fix="describe the token in other words",
+        )
     return ids
 
 
 class GrownRows:
-    """A stored tensor by token (a weight [V, D] or a bias [V]) with the rows of `growth`, read a part at a time."""
+    """A stored weight [V, D] or bias [V] with the rows of `growth`, read a part at a time."""
 
     def __init__(self, stored: Any, growth: Growth) -> None:
         """`stored`: a tensor, or a slice object of safetensors, with `growth.stored` rows."""
         self.stored, self.growth = stored, growth
 
     def copy_to(self, part: torch.Tensor, place: tuple[slice, ...]) -> None:
-        """Fill `part`, which is the whole tensor's at `place`; each slice has a start and a stop."""
+        """Fill `part`, the whole tensor's part at `place`; each slice has a start and a stop."""
         rows, *columns = place
         stop = max(rows.start, min(rows.stop, self.growth.stored))
         kept = stop - rows.start
@@ -137,7 +146,7 @@ class GrownRows:
 
 
 def by_token(model: Any) -> set[int]:
-    """The ids (of Python) of the parameters with a row for each token: those of the embedding, and of a head over the vocabulary."""
+    """Return Python's ids of the parameters with a row for each token: of embedding and head."""
     layers = [model.get_input_embeddings(), model.get_output_embeddings()]
     found = [parameter for layer in layers if layer is not None for parameter in layer.parameters()]
     return {id(parameter) for parameter in found}

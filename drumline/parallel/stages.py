@@ -19,7 +19,7 @@ from torch import nn
 from drumline.core.rules import NO_STAGES
 from drumline.core.stages import Range
 from drumline.models.attention import attending
-from drumline.models.blocks import block_list, uncut
+from drumline.models.blocks import block_list, uncut, whole_layer
 from drumline.models.head import Outputs, can_split, outputs, split
 from drumline.models.scores import VALUE
 from drumline.models.small import Tokens, close, try_small
@@ -140,10 +140,12 @@ def part(model: Any, cuts: Cuts, ranges: list[Range], dtype: torch.dtype = torch
     lacks: dict[str, nn.Module] = {}
     for name, here in ends.items():
         module = model.get_submodule(name)
-        weights = {id(p) for p in module.parameters(recurse=False)}
+        # Of an adapted layer the base: rows of tokens belong to the layer that they are laid over.
+        base = whole_layer(module)
+        weights = {id(p) for p in base.parameters(recurse=False)}
         if weights and not here and not needed & weights:
-            makes = name in cuts.before and isinstance(module, nn.Embedding | nn.Linear)
-            lacks[name] = Absent(run=zeros_of(module, dtype) if makes else None)
+            makes = name in cuts.before and isinstance(base, nn.Embedding | nn.Linear)
+            lacks[name] = Absent(run=zeros_of(base, dtype) if makes else None)
     blocks = model.get_submodule(cuts.blocks)
     lacks |= {f"{cuts.blocks}.{i}": Absent(block, cuts.returns) for i, block in enumerate(blocks) if i not in own}
     return _with(model, lacks)

@@ -1,4 +1,4 @@
-"""New tokens in a plan: the rows of a model that is not here, the adapter that trains new rows, and what the user should know."""
+"""New tokens in a plan: rows of a model that is not here, the adapter that trains them, notes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from drumline.planner.sizes import Found
 
 
 def shape_of(known: shapes.Known, model: ModelConfig) -> ModelConfig:
-    """The model by the config values of a known shape, with rows for `model.new_tokens` and `model.tokenizer`.
+    """Return the model by the config values of a known shape, with rows for its new tokens.
 
-    Only a tokenizer tells which rows of the embedding no token uses. Where it is not here, each new token gets a row of its own.
+    Only a tokenizer tells which rows of the embedding no token uses. Where it is not here, each new
+    token gets a row of its own.
     """
     found = shapes.with_config(known, model)
     values = found.config
@@ -36,16 +37,18 @@ def shape_of(known: shapes.Known, model: ModelConfig) -> ModelConfig:
 
 
 def with_new_rows(config: Config, policy: Found) -> Config:
-    """The config whose adapter trains the rows of `model.new_tokens`, where it does not train embedding and head whole. Raises
-    ModelError."""
+    """Return the config with an adapter that trains the rows of `model.new_tokens`.
+
+    An adapter that trains embedding and head in another way stays as it is. Raises ModelError.
+    """
     adapter = config.adapter
     if not isinstance(adapter, LoRAConfig) or not config.model.new_tokens:
         return config
-    if adapter.modules_to_save:
-        from drumline.models.adapters import trains_all_rows
+    if adapter.modules_to_save or isinstance(adapter.targets, list):
+        from drumline.models.adapters import trains_rows
         from drumline.models.load import on_meta
 
-        if trains_all_rows(on_meta(policy.hf_config, config.head), adapter):
+        if trains_rows(on_meta(policy.hf_config, config.head), adapter):
             return config
     if policy.model.new_tokens:
         from drumline.models.tokenizer import add_new_tokens, read_tokenizer
@@ -59,22 +62,32 @@ def with_new_rows(config: Config, policy: Found) -> Config:
 
 
 def rows_notes(config: Config, policy: Found) -> list[str]:
-    """What happens to embedding and head for new tokens, a line for each fact. Raises ModelError."""
+    """Return a line for each thing that new tokens do to embedding and head. Raises ModelError."""
     growth = policy.growth
     if growth is None:
         return []
     lines = []
     if growth.reused:
-        lines.append(f"new tokens: {growth.reused:,} of them take rows of the embedding that no token used")
+        lines.append(
+            f"new tokens: {growth.reused:,} of them take rows of the embedding that no token used"
+        )
     if growth.added:
         lines.append(f"new tokens: the embedding grows by {growth.added:,} rows to {growth.rows:,}")
     if growth.had:
-        lines.append(f"new tokens: the tokenizer has {growth.had[0]!r} already, and its row stays as it is")
+        lines.append(
+            f"new tokens: the tokenizer has {growth.had[0]!r} already, and its row stays as it is"
+        )
     rollout = config.algorithm.rollout
     generator = None if rollout is None else rollout.generator
-    if growth.added and isinstance(generator, VLLMGenerator) and generator.url is not None and generator.weights != "none":
+    if (
+        growth.added
+        and isinstance(generator, VLLMGenerator)
+        and generator.url is not None
+        and generator.weights != "none"
+    ):
         size = {"vocab_size": growth.rows}
         is_nested = policy.hf_config.get_text_config() is not policy.hf_config
         overrides = json.dumps({"text_config": size} if is_nested else size)
-        lines.append(f"vLLM: start its server with --load-format dummy --hf-overrides '{overrides}': it gets all weights from this run")
+        options = f"--load-format dummy --hf-overrides '{overrides}'"
+        lines.append(f"vLLM: start its server with {options}: this run gives it all weights")
     return lines

@@ -46,7 +46,10 @@ class Found:
 
     @property
     def growth(self) -> Any:
-        """How the rows of its vocabulary differ from its files' (`models.vocabulary.Growth`); None where they do not. Raises ModelError."""
+        """Return its rows beside those of its files (`models.vocabulary.Growth`), or None.
+
+        None where the model asks for neither new tokens nor a tokenizer. Raises ModelError.
+        """
         return self._config_and_growth[1] if self.model.may_grow else None
 
     @cached_property

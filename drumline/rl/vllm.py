@@ -261,10 +261,18 @@ class VLLMEngine(VLLMClient):
     `collective_rpc("reload_weights")` with an iterator of weights, and the executor that leaves processes to their launcher."""
 
     def __init__(
-        self, config: Config, tokenizer: Any, seed: int, model_path: str, dtype: str, rows: int | None = None
+        self,
+        config: Config,
+        tokenizer: Any,
+        seed: int,
+        model_path: str,
+        dtype: str,
+        rows: int | None = None,
     ) -> None:
-        """`rows`: of an embedding that is larger than that in the model's files. Raises EnvironmentFault where vLLM is missing or cannot
-        start."""
+        """`rows`: of an embedding that is larger than that in the model's files.
+
+        Raises EnvironmentFault where vLLM is missing or cannot start.
+        """
         require_installed(config)
         super().__init__(config, tokenizer, seed)
         # Of softmax(logits / temperature): raw ones know no temperature, processed ones top_p and top_k (see the config's check).
@@ -304,7 +312,13 @@ def require_installed(config: Any) -> None:
 
 @functools.cache
 def _engine(
-    model_path: str, dtype: str, memory: float, batch: int, log_probs: str, seed: int, rows: int | None
+    model_path: str,
+    dtype: str,
+    memory: float,
+    batch: int,
+    log_probs: str,
+    seed: int,
+    rows: int | None,
 ) -> Any:
     """One engine a process, for all callers: there is memory for no other. Raises EnvironmentFault where it cannot start."""
     # Weights are handed over as tensors, so the engine must be in this process.
@@ -312,7 +326,12 @@ def _engine(
     from vllm import LLM
 
     # The files have too few rows, and all weights are handed over before anything is sampled.
-    grown = {} if rows is None else {"load_format": "dummy", "hf_overrides": functools.partial(_with_rows, rows=rows)}
+    grown: dict[str, Any] = {}
+    if rows is not None:
+        grown = {
+            "load_format": "dummy",
+            "hf_overrides": functools.partial(_with_rows, rows=rows),
+        }
     try:
         return LLM(
             model=model_path,

@@ -69,15 +69,24 @@ class Sampling:
         unsharded = None if self.ahead else self.engine.unsharded_model()
         if self._generator is None:
             low, seed, folder = LOW_PRECISION.get(self.plan.precision), self.plan.config.run.seed, Path(self.plan.run_dir)
-            model_path, rows = self.plan.model_path, self._grown_rows()
-            made = generator(self.config, self.tokenizer, seed, unsharded, self._copy, low, model_path, folder, rows)
+            made = generator(
+                self.config,
+                self.tokenizer,
+                seed,
+                unsharded,
+                self._copy,
+                low,
+                self.plan.model_path,
+                folder,
+                self._grown_rows(),
+            )
             self._generator, self._refresh = made
         if self._refresh is not None:
             self._refresh(language_weights(self.engine.whole_weights()))
         return self._generator
 
     def _grown_rows(self) -> int | None:
-        """The rows of an embedding that is larger than that in the model's files; None where it is not."""
+        """Return the rows of an embedding that is larger than in the model's files, or None."""
         growth = load_grown(self.plan.model_path, self.plan.config.model)[1]
         return growth.rows if growth is not None and growth.added else None
 

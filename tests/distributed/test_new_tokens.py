@@ -1,5 +1,8 @@
-"""New tokens by the row of a strategy: embedding and head grow, and losses are those of one process; a run that stops under one strategy
-goes on under another. What the rows are by themselves: tests/unit/test_new_tokens.py."""
+"""New tokens by the row of a strategy: losses are those of one process, whatever spreads the model.
+
+A run that stops under one strategy goes on under another. What the rows are by themselves:
+tests/unit/test_new_tokens.py.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,16 @@ pytestmark = pytest.mark.timeout(900)
 
 # Words of the rows, so that the new rows are read, and learned as targets.
 NEW: Any = {"drum": "", "rank": "one two", "<think>": ""}
-# All weights of a model whose head is tied, and adapters over one whose head is not.
+# All weights of a model whose head is tied; adapters over one whose head is not, and over one whose
+# head is.
+LORA = {
+    "model": {"new_tokens": [*NEW]},
+    "adapter": {"kind": "lora", "r": 4, "targets": "attention"},
+}
 KINDS: dict[str, dict[str, Any]] = {
     "all": {"model": {"new_tokens": NEW}},
-    "lora": {
-        "model": {"new_tokens": [*NEW]},
-        "adapter": {"kind": "lora", "r": 4, "targets": "attention"},
-    },
+    "lora": LORA,
+    "lora tied": LORA,
 }
 SPREADS: dict[str, tuple[int, Any]] = {
     "single": (1, "single"),
@@ -44,9 +50,11 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "zero3 2": (2, CUT),
 }
 OFTEN = {("all", "fsdp2 2"), ("all", "tp 2"), ("lora", "fsdp2 2")}
-REFUSED = {("lora", "tp 2"), ("lora", "pp 2")}
+REFUSED = {("lora", "tp 2"), ("lora tied", "tp 2")}
 PAIRS = [
-    pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if (kind, name) in OFTEN else pytest.mark.full)
+    pytest.param(
+        kind, name, id=f"{kind}-{name}", marks=[] if (kind, name) in OFTEN else pytest.mark.full
+    )
     for kind in KINDS
     for name in SPREADS
     if name != "single" and (kind, name) not in REFUSED
@@ -59,7 +67,10 @@ def plan(root: Path, folder: str, kind: str, spread: str) -> Path:
     place = root / folder
     place.mkdir()
     ranks, strategy = SPREADS[spread]
-    request = Request(load(config_of(root, place, kind, strategy), [f"data.cache_dir={root / 'cache'}"]), world_size=ranks)
+    request = Request(
+        load(config_of(root, place, kind, strategy), [f"data.cache_dir={root / 'cache'}"]),
+        world_size=ranks,
+    )
     return claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0]
 
 
@@ -81,8 +92,8 @@ def config_of(root: Path, place: Path, kind: str, strategy: Any) -> Path:
     )
 
 
-def untied(folder: Path) -> None:
-    """A model whose head is not tied to its embedding."""
+def untie(folder: Path) -> None:
+    """Give the model's head a weight of its own."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -101,14 +112,21 @@ def group(name: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    mine = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)]
-    asked: list[dict[str, Any]] = [item.callspec.params for item in mine if hasattr(item, "callspec")]
+    mine = [
+        item
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == Path(__file__)
+    ]
+    asked: list[dict[str, Any]] = [
+        item.callspec.params for item in mine if hasattr(item, "callspec")
+    ]
     moves = [(p["kind"], p["a"], p["b"]) for p in asked if "a" in p]
     whole = [(p["kind"], name) for p in asked for name in (p.get("name", p.get("a")), "single")]
     root = tmp_path_factory.mktemp("tokens")
-    for kind in KINDS:
+    for kind in {kind for kind, _ in whole}:
         tiny_model_dir(root / kind, hidden=64)
-    untied(root / "lora")
+    if (root / "lora").exists():
+        untie(root / "lora")
     for each in dict.fromkeys(map(group, SPREADS)):
         plans = [plan(root, slug(k, n), k, n) for k, n in dict.fromkeys(whole) if group(n) == each]
         if plans:
@@ -129,7 +147,9 @@ def near(mine: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), PAIRS)
-def test_numbers_are_those_of_one_process_and_bytes_as_planned(runs: Path, kind: str, name: str) -> None:
+def test_numbers_are_those_of_one_process_and_bytes_as_planned(
+    runs: Path, kind: str, name: str
+) -> None:
     mine, other = (events(runs / slug(kind, n) / "run", "step") for n in (name, "single"))
     near(mine, other)
     assert mine[-1]["loss"] < mine[0]["loss"]
@@ -146,7 +166,9 @@ def test_numbers_are_those_of_one_process_and_bytes_as_planned(runs: Path, kind:
 
 @pytest.mark.parametrize(("kind", "a", "b"), MOVES)
 def test_goes_on_under_another_strategy(runs: Path, kind: str, a: str, b: str) -> None:
-    mine, other = (events(runs / name / "run", "step") for name in (slug(kind, a, b), slug(kind, "single")))
+    mine, other = (
+        events(runs / name / "run", "step") for name in (slug(kind, a, b), slug(kind, "single"))
+    )
     assert [e["step"] for e in mine] == [3]
     near(mine, other[2:])
 
@@ -159,23 +181,41 @@ def test_an_export_has_the_rows_and_the_tokens(runs: Path) -> None:
 
     folder = runs / "exported"
     export(runs / slug("lora", "single") / "run", folder, "last")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert model.config.vocab_size == len(model.get_input_embeddings().weight) == len(model.lm_head.weight) == 384
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    assert (
+        model.config.vocab_size
+        == len(model.get_input_embeddings().weight)
+        == len(model.lm_head.weight)
+        == 384
+    )
     assert len(tokenizer) == 323
     ids = tokenizer("drum<think>")["input_ids"]
     assert ids == [320, 322] and tokenizer.decode(ids, skip_special_tokens=True) == "drum<think>"
     rows = model.get_input_embeddings().weight
-    assert not (rows[320] == rows[323]).all() and (rows[323] == rows[383]).all(), "the token has learned, and padding has not"
+    assert not (rows[320] == rows[323]).all() and (rows[323] == rows[383]).all(), (
+        "the token has learned, and padding has not"
+    )
 
     export(runs / slug("lora", "single") / "run", runs / "apart", "last", adapter=True)
     apart = open_model(str(runs / "apart"), lambda *_: None)
     ids_BT = torch.tensor([[320, 5, 322, 321]])
-    torch.testing.assert_close(apart.module(ids_BT).logits, model.eval()(ids_BT).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        apart.module(ids_BT).logits, model.eval()(ids_BT).logits, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_other_new_tokens_are_refused_on_resume(runs: Path, tmp_path: Path) -> None:
     path = config_of(runs, tmp_path, "all", "single")
     loaded = load(path, [f"data.cache_dir={runs / 'cache'}", "model.new_tokens=[drum]"])
-    request = Request(loaded, world_size=1, resume=str(runs / slug("all", "single") / "run" / "checkpoints" / "step-00000002"))
-    with pytest.raises(CheckpointError, match=r"the config differs in what the run depends on: model\.new_tokens"):
+    request = Request(
+        loaded,
+        world_size=1,
+        resume=str(runs / slug("all", "single") / "run" / "checkpoints" / "step-00000002"),
+    )
+    with pytest.raises(
+        CheckpointError, match=r"the config differs in what the run depends on: model\.new_tokens"
+    ):
         claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)
