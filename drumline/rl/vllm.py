@@ -33,7 +33,6 @@ from drumline.data.templates import end_ids
 from drumline.dist.reduce import from_all
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.foreign import require_package
-from drumline.models.vocabulary import set_rows
 from drumline.rl.generate import WHERE, Completion, Request, Weights, place, request_seed, require_room
 
 SHARD_BYTES = 2 * 2**30  # of a file of weights: what rank 0 has in host memory at once
@@ -350,6 +349,8 @@ def _engine(
 
 
 def _with_rows(config: Any, rows: int) -> Any:
-    """The Hugging Face config of a model with so many rows of its embedding."""
-    set_rows(config, rows)
+    """The Hugging Face config of a model, with so many rows of its embedding."""
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "vocab_size"):
+            part.vocab_size = rows
     return config
