@@ -122,6 +122,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ]
     moves = [(p["kind"], p["a"], p["b"]) for p in asked if "a" in p]
     whole = [(p["kind"], name) for p in asked for name in (p.get("name", p.get("a")), "single")]
+    whole += [("all", "single"), ("lora", "single")]  # the tests without parameters read these
     root = tmp_path_factory.mktemp("tokens")
     for kind in {kind for kind, _ in whole}:
         tiny_model_dir(root / kind, hidden=64)
