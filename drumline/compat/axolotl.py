@@ -115,7 +115,8 @@ TABLE: dict[str, Rule] = LORA_PLUS | by_word(
         "liger_fused_linear_cross_entropy unsloth_cross_entropy_loss chunked_cross_entropy": gone(KERNELS),
         "relora relora_prune_ratio peft_layers_to_transform loftq_config lora_rank_pattern": only(why=NEUTRAL, fix="remove it"),
         "unfrozen_parameters freeze_mm_modules": only(why="what is trained is not named", fix="name what to freeze in model.freeze"),
-        "special_tokens tokens added_tokens_overrides": only(why="the tokenizer's own are used", fix="model.tokenizer names another"),
+        "tokens": to("model.new_tokens"),
+        "special_tokens added_tokens_overrides": only(why="the tokenizer's own are used", fix="model.tokenizer names another"),
         "chat_template": _template,
         "chat_template_jinja chat_template_kwargs eot_tokens default_system_message": only(
             why="the model's own chat template is used", fix="write yours to a file: model.chat_template"

@@ -86,7 +86,11 @@ TABLE: dict[str, Rule] = LORA_PLUS | by_word(
         "use_reentrant_gc use_unsloth use_unsloth_gc enable_liger_kernel use_v1_kernels": gone(KERNELS),
         "train_from_scratch": switch("model.init", "random"),
         "rope_scaling": only(why="it is a part of the model's config", fix="write model.config: {rope_parameters: …}"),
-        "resize_vocab add_tokens add_special_tokens": only(why="no tokens are added", fix="adapter.trainable_tokens"),
+        "add_tokens": to("model.new_tokens", name_list),
+        "add_special_tokens": only(
+            why="new tokens are plain ones", fix="add them to the tokenizer, and name its folder as model.tokenizer"
+        ),
+        "resize_vocab": gone("the embedding grows where its rows are too few"),
         "moe_aux_loss_coef pref_bco_weight ppo_score_norm ppo_whiten_rewards ld_alpha": only(0, 0.0, 1, 1.0, why=NEUTRAL, fix="remove it"),
         "upcast_layernorm upcast_lmhead_output": gone("master weights are fp32"),
         "kto_chosen_weight": to("algorithm.desirable_weight", number),

@@ -70,7 +70,9 @@ class LoRAConfig(LoRAFactors):
     )
     modules_to_save: tuple[str, ...] = Field((), description="Modules that are trained whole, by the ends of their names: lm_head.")
     trainable_tokens: tuple[Annotated[int, Field(ge=0, le=10**9)], ...] = Field(
-        (), description="Ids of tokens whose rows of the embedding (and of a head tied to it) are trained: new tokens."
+        (),
+        description="Ids of tokens whose rows of the embedding and the head are trained. Those of"
+        " model.new_tokens are added, unless modules_to_save or targets have embedding and head.",
     )
     more: dict[Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")], LoRAFactors] = Field(
         default_factory=dict, description="Further adapters by name, trained at once: their products add up. Each is exported by itself."

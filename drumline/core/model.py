@@ -36,6 +36,39 @@ class ModelShape(Section):
         return self
 
 
+MOST_MULTIPLE = 10**6  # of the rows of an embedding
+
+
+class NewToken(Section):
+    """A token that is added to the tokenizer, as plain text that decoding keeps."""
+
+    token: str = Field(min_length=1, max_length=1000, description="Its text, such as `<think>`.")
+    text: str = Field(
+        "",
+        max_length=10_000,
+        description="Its row begins at the mean of the rows of this text's tokens; empty: of all"
+        " tokens.",
+    )
+
+
+def _as_new_tokens(value: Any) -> Any:
+    """`[TOKEN, …]` and `{TOKEN: TEXT, …}` as a list of sections."""
+    if isinstance(value, dict):
+        return [{"token": token, "text": text} for token, text in value.items()]
+    if isinstance(value, list | tuple):
+        return [{"token": each} if isinstance(each, str) else each for each in value]
+    return value
+
+
+_NEW_TOKENS_SCHEMA = {
+    "anyOf": [
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "object", "additionalProperties": {"type": "string"}},
+    ]
+}
+NewTokens = Annotated[tuple[NewToken, ...], Short(_as_new_tokens, _NEW_TOKENS_SCHEMA)]
+
+
 class ModelConfig(Section):
     kind: Annotated[PathText, Named("models", ("hf", "python"))] = Field(
         "hf",
@@ -69,6 +102,19 @@ class ModelConfig(Section):
     tokenizer: PathText | None = Field(None, description="Folder, hub id or `package:NAME` of a tokenizer to use instead of the model's.")
     chat_template: PathText | None = Field(
         None, description=f"In place of the tokenizer's own: {', '.join(TEMPLATES)}, or the path of a Jinja file. An export carries it."
+    )
+    new_tokens: NewTokens = Field(
+        (),
+        description="Tokens to add to the tokenizer: [TOKEN, …], or {TOKEN: TEXT, …} for rows that"
+        " begin at the mean of a text's tokens. Rows of the embedding that no token uses are taken"
+        " first; then embedding and head grow.",
+    )
+    vocabulary_multiple: int = Field(
+        64,
+        gt=0,
+        le=MOST_MULTIPLE,
+        description="An embedding that grows, for new_tokens or a larger tokenizer, gets a multiple"
+        " of this many rows.",
     )
     attention: Literal["auto", "sdpa", "eager", "documents", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
         "auto",
@@ -108,10 +154,34 @@ class ModelConfig(Section):
             raise ValueError("give a shape, or an id or model_type, not both")
         return self
 
+    @model_validator(mode="after")
+    def _new_tokens_fit(self) -> ModelConfig:
+        tokens = [new.token for new in self.new_tokens]
+        twice = [token for token in tokens if tokens.count(token) > 1]
+        if twice:
+            raise ValueError(f"{twice[0]!r} stands twice in new_tokens")
+        if tokens and self.builder is not None:
+            what = "a function makes the module, and there is no tokenizer"
+            raise ValueError(f"kind {self.kind} takes no new_tokens: {what}")
+        if self.init == "random" and any(new.text for new in self.new_tokens):
+            raise ValueError("init random draws all rows: give new_tokens as a list, without texts")
+        return self
+
     @property
     def builder(self) -> str | None:
         """The function that makes the module: by path, or by its name in an installed package. None for a Hugging Face model."""
         return {"hf": None, "python": self.path}.get(self.kind, self.kind)
+
+    def rows_for(self, needed: int, stored: int) -> int:
+        """The rows of an embedding with `stored` rows, for tokens with ids below `needed`."""
+        if needed <= stored:
+            return stored
+        return -(-needed // self.vocabulary_multiple) * self.vocabulary_multiple
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether its vocabulary may be larger than that of its files: only its tokenizer tells."""
+        return bool(self.new_tokens) or self.tokenizer is not None
 
     @property
     def as_published(self) -> bool:

@@ -85,9 +85,6 @@ def _adapters(case: Case) -> Iterator[Refusal]:
         if adapter.dora and case.mesh.tp > 1:
             reason = "it takes the length of whole rows of a weight, and a rank has parts of some"
             yield Refusal("DoRA × tp", reason, "use strategy=fsdp2, or adapter.dora=false", "adapter.dora")
-        if adapter.trainable_tokens and case.mesh.tp * case.mesh.pp > 1:
-            reason = "PEFT lays their rows over a whole embedding and a head tied to it, which are cut, or lie on two stages"
-            yield Refusal("trainable tokens × tp, pp", reason, "use strategy=fsdp2, or modules_to_save", "adapter.trainable_tokens")
         ends = case.facts.end_weights if case.facts is not None else ()
         adapts_embedding = any(".lora_embedding_A." in weight.name for weight in ends)
         copies_on_gpus = case.strategy.data_parallel(case.mesh) == "dp" and case.device == "cuda"
@@ -98,9 +95,14 @@ def _adapters(case: Case) -> Iterator[Refusal]:
                 " in which PEFT keeps the factors of an embedding"
             )
             yield Refusal(name, reason, "use strategy=ddp", "adapter.targets")
+        token_rows = "model.new_tokens" if config.model.new_tokens else "adapter.trainable_tokens"
+        if adapter.trainable_tokens and case.mesh.tp > 1:
+            reason = "PEFT lays their rows over a whole embedding and a whole head, and a rank has parts of these"
+            instead = "use strategy=fsdp2, or adapter.modules_to_save=[embed_tokens, lm_head]"
+            yield Refusal("trainable tokens × tp", reason, instead, token_rows)
         if adapter.trainable_tokens and case.strategy.data_parallel(case.mesh) == "dp" and case.device == "cuda":
             reason = "nn.DataParallel makes no copies of a dictionary of parameters, in which PEFT keeps them"
-            yield Refusal("trainable tokens × dp", reason, "use strategy=ddp", "adapter.trainable_tokens")
+            yield Refusal("trainable tokens × dp", reason, "use strategy=ddp", token_rows)
     if packed_bits(config):
         where = "adapter.quantize"
         if case.mesh.tp > 1:

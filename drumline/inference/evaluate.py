@@ -158,7 +158,8 @@ def find_weights(config_path: Path, overrides: list[str], place: Path | None, ru
         return Weights(loaded, found, str(found) if found else f"{loaded.config.model.id or 'the model'}, not trained")
     if (place / "config.json").exists():
         own = ["model.revision=null", "model.init=pretrained", "model.config={}", "model.shape=null", "adapter=none"]
-        own += ["model.tokenizer=null"] if (place / "tokenizer_config.json").exists() else []
+        if (place / "tokenizer_config.json").exists():
+            own += ["model.tokenizer=null", "model.new_tokens=[]"]
         return Weights(load(config_path, [*overrides, override("model.id", place.absolute()), *own], trusted=False), None, str(place))
     check(place, verify=False, alone=True)
     return Weights(loaded, place, str(place))

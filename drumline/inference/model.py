@@ -21,7 +21,7 @@ from rich.console import Console
 from transformers import TextStreamer
 
 from drumline.checkpoint.load import check
-from drumline.core.model import ModelConfig
+from drumline.core.model import MOST_MULTIPLE, ModelConfig
 from drumline.core.plan import Plan
 from drumline.core.process import uncollected
 from drumline.core.rollouts import HFGenerator as HFConfig
@@ -38,6 +38,7 @@ from drumline.models.files import from_hub, hub_options, quiet, resolve
 from drumline.models.load import load_config
 from drumline.models.own import read_module
 from drumline.models.tokenizer import load_tokenizer
+from drumline.models.vocabulary import Growth, grow_whole
 from drumline.report.bars import OnProgress, aside, bars
 from drumline.rl.generate import Completion, HFGenerator, Request, end_tokens
 from drumline.train.run import Run
@@ -173,12 +174,26 @@ def _from_folder(source: str, trust_remote_code: bool) -> Model:
     own = any(Path(source).glob("tokenizer*"))
     tokenizer = load_tokenizer(source, model) if own else load_tokenizer(base, below)
     whole = _pretrained(base, below)
+    _make_room(whole, Path(source), tokenizer)
     with judged("cannot be laid over its base", source, ModelError, "give a folder that PEFT wrote"):
         return Model(
             _placed(read_over(whole, Path(source), (Path(source) / PROVENANCE).exists()).merge_and_unload()),
             tokenizer,
             f"{source} over {base}",
         )
+
+
+def _make_room(base: Any, adapter: Path, tokenizer: Any) -> None:
+    """Give the base of an adapter the rows that it had in training, more where tokens were added."""
+    rows = len(tokenizer)
+    provenance = adapter / PROVENANCE
+    if provenance.exists():
+        rows_in_training = read_object(provenance, ModelError).get("rows")
+        if isinstance(rows_in_training, int) and rows < rows_in_training <= rows + MOST_MULTIPLE:
+            rows = rows_in_training
+    stored = base.get_input_embeddings().weight.shape[0]
+    if rows > stored:
+        grow_whole(base, Growth(stored, rows, known=stored))
 
 
 def _pretrained(source: str, model: ModelConfig) -> Any:

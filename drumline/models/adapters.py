@@ -12,7 +12,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,7 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
 
     names, trained = find_targets(model, adapter)
     wanted = {NAME: adapter, **adapter.more}
+    token_rows = _token_rows(model, adapter.trainable_tokens, trained, names[NAME])
     made = {
         each: LoraConfig(
             r=options.r,
@@ -133,7 +134,7 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
             use_dora=options is adapter and adapter.dora,
             lora_dropout=options.dropout,
             target_modules=_short(model, names[each]),
-            trainable_token_indices=[*adapter.trainable_tokens] or None if options is adapter else None,
+            trainable_token_indices=token_rows if options is adapter else None,
             fan_in_fan_out=all(type(model.get_submodule(name)).__name__ == "Conv1D" for name in names[each]),
             task_type="CAUSAL_LM",
         )
@@ -544,6 +545,56 @@ def without_factors(layer: Any) -> Any:
 def is_tuned(layer: nn.Module) -> bool:
     """Return whether a layer is one of PEFT's, with factors over a base layer."""
     return hasattr(layer, "base_layer") and hasattr(layer, "lora_A")
+
+
+def _token_rows(
+    model: Any, tokens: Sequence[int], trained: Collection[str], adapted: Collection[str]
+) -> list[int] | dict[str, list[int]] | None:
+    """Return the rows of embedding and head that PEFT trains: those of `tokens`.
+
+    A list stands for the embedding and a head that is tied to it. Layers whose weights are in
+    `trained`, and layers in `adapted`, which have factors, get none.
+    Raises ModelError for a head with a bias, which PEFT would leave out.
+    """
+    if not tokens:
+        return None
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {id(module): name for name, module in model.named_modules()}
+    is_tied = head is not None and head.weight is embedding.weight
+    if is_tied and f"{names[id(embedding)]}.weight" in trained:
+        return None
+    layers = []
+    for layer in (embedding, head):
+        name = names.get(id(layer))
+        if name is not None and name not in adapted and f"{name}.weight" not in trained:
+            layers.append(layer)
+    if head in layers and getattr(head, "bias", None) is not None:
+        what = f"the head of {type(model).__name__} has a bias, which PEFT leaves out over rows"
+        both = f"[{names[id(embedding)]}, {names[id(head)]}]"
+        fix = f"train both whole: adapter.modules_to_save={both}"
+        raise ModelError(what, where="adapter.trainable_tokens", fix=fix)
+    if is_tied or layers == [embedding]:
+        return [*tokens]
+    return {names[id(layer)]: [*tokens] for layer in layers} or None
+
+
+def trains_rows(model: Any, adapter: LoRAConfig) -> bool:
+    """Whether an adapter trains embedding and head without `trainable_tokens`.
+
+    `modules_to_save` may have their weights, or `targets` their names. An embedding with factors
+    gets no rows of its own.
+    """
+    trained = _named_below(model, adapter.modules_to_save)
+    learning = {id(model.get_parameter(name)) for name in trained}
+    targets = adapter.targets if isinstance(adapter.targets, list) else []
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {id(module): name for name, module in model.named_modules()}
+    layers = [layer for layer in (embedding, head) if layer is not None]
+    named = [layer for layer in layers if any(_ends(names[id(layer)], end) for end in targets)]
+    is_tied = head is not None and head.weight is embedding.weight
+    if embedding in named or (is_tied and head in named):
+        return True
+    return all(layer in named or id(layer.weight) in learning for layer in layers)
 
 
 def _number(alpha: float) -> Any:

@@ -121,7 +121,13 @@ def _weights_of(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple[Weigh
     modules, passed = dict(model.named_modules()), False
     ends = (None, None) if reads_images(model) else vocabulary(model)
     embedding, head = (None if layer is None else getattr(whole_layer(layer), "weight", None) for layer in ends)
-    tied = embedding if embedding is head else None
+    of_both_ends = set[int]()
+    if embedding is not None and embedding is head:
+        of_both_ends.add(id(embedding))
+        # Trainable rows of tokens lie over both ends, too.
+        token_rows: Any = ends[0] and ends[0]._modules.get("token_adapter")
+        if token_rows is not None:
+            of_both_ends |= {id(rows) for rows in token_rows.trainable_tokens_delta.values()}
     for name, parameter in model.named_parameters():
         *path, last = name.split(".")
         around = [modules[".".join(path[: i + 1])] for i in range(len(path))]
@@ -133,7 +139,7 @@ def _weights_of(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple[Weigh
             block, passed = of_blocks[inside[id(around[depth])]], True
             block.append(Weight(".".join([*path[depth + 1 :], last]), shape, parameter.requires_grad, style, owners))
         else:
-            place: Place = "both" if parameter is tied else "after" if passed else "before"
+            place: Place = "both" if id(parameter) in of_both_ends else "after" if passed else "before"
             rest.append(Weight(name, shape, parameter.requires_grad, style, owners, place))
     same: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
     return tuple(same.setdefault(block, block) for block in map(tuple, of_blocks)), tuple(rest)

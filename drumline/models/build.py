@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,9 +14,10 @@ from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
 from drumline.models.classes import LM, auto_class, with_classes
 from drumline.models.files import from_hub, hub_options, quiet
-from drumline.models.load import load_config, on_meta
+from drumline.models.load import load_grown, on_meta
 from drumline.models.scores import extra_heads, with_head
 from drumline.models.shards import Drawn, Loaded, Source, Values, Whole, aliases, from_files, torn
+from drumline.models.vocabulary import Growth, grow_whole, set_rows
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,8 @@ def lay_out(
     Raises ModelError, also if the folder lacks weights of some part of the model (transformers would draw them).
     """
     quiet()
-    config = _unpacked(with_classes(load_config(path, model), head, labels), model)
+    config, growth = load_grown(path, model)
+    config = _unpacked(with_classes(config, head, labels), model)
     own = model.attention in ("auto", "documents", "varlen")
     options = {"dtype": dtype or torch.float32, "attn_implementation": None if own else model.attention}
     pretrained = path if model.init == "pretrained" else None
@@ -57,7 +60,7 @@ def lay_out(
         if pretrained is None:
             return built, Drawn(built, seed)
         fresh = extra_heads(built)
-        files = from_files(pretrained, model, built, fresh)
+        files = from_files(pretrained, model, built, fresh, growth)
         lacking = fresh - files.places.keys()
         if not draws:
             _require_heads(lacking, pretrained)
@@ -69,7 +72,7 @@ def lay_out(
             remote = {"trust_remote_code": model.trust_remote_code}
             built = from_hub(path or "model.config", model, lambda: auto_class(config, head).from_config(config, **options, **remote))
         else:
-            built = _pretrained(pretrained, model, config, options, head, draws)
+            built = _pretrained(pretrained, model, config, options, head, draws, growth)
     built = with_head(built, head)
     built.config.use_cache = False
     return built.to(device), Loaded()
@@ -122,10 +125,24 @@ def _without_weights(path: str | None, model: ModelConfig, config: Any, options:
     return built
 
 
-def _pretrained(path: str, model: ModelConfig, config: Any, options: dict[str, Any], head: Head, draws: bool) -> Any:
-    plain, options = options, options | hub_options(path, model) | {"config": config, "output_loading_info": True}
+def _pretrained(
+    path: str,
+    model: ModelConfig,
+    config: Any,
+    options: dict[str, Any],
+    head: Head,
+    draws: bool,
+    growth: Growth | None,
+) -> Any:
+    stored = config
+    if growth is not None and growth.added:
+        stored = deepcopy(config)
+        set_rows(stored, growth.stored)
+    plain, options = options, options | hub_options(path, model) | {"config": stored, "output_loading_info": True}
     options |= {"ignore_mismatched_sizes": True} if head not in LM else {}
     built, report = from_hub(path, model, lambda: cast(Any, auto_class(config, head).from_pretrained(path, **options)))
+    if growth is not None and growth.changes_rows:
+        grow_whole(built, growth)
     lacking = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
     if not draws:
         _require_heads(extra_heads(built) & lacking, path)

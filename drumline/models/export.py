@@ -103,6 +103,9 @@ def export(
         origin = {"drumline": __version__, "run": str(run_dir), "checkpoint": checkpoint.name, "step": step, "dtype": dtype}
         origin |= {"torch": torch.__version__, "transformers": transformers.__version__}
         origin |= {"labels": [*plan.labels]} if plan.labels else {}  # which PEFT's files have no place for
+        if source.may_grow and not plan.config.images_alone:
+            # A reader of an adapter gives its base as many.
+            origin["rows"] = model.get_input_embeddings().weight.shape[0]
         (temporary / PROVENANCE).write_text(json.dumps(origin, indent=2) + "\n")
         progress("export", 2, 4)
         expected = _logits(model.float(), plan)
@@ -347,7 +350,9 @@ def _read_back(folder: Path, base: str | None, plan: Plan, model: ModelConfig) -
     head: Head = "lm" if plan.config.head in LM else plan.config.head
     if base is not None:
         return adapters.read_over(build_model(base, model, seed=0, head=head, labels=plan.labels), folder)
-    config = load_config(str(folder), model.model_copy(update={"config": {}}))
+    # The folder has a config, a tokenizer and rows of its own.
+    own = model.model_copy(update={"config": {}, "tokenizer": None, "new_tokens": ()})
+    config = load_config(str(folder), own)
     found = tuple(config.id2label.get(index) for index in range(len(plan.labels)))
     if found != plan.labels:
         raise DrumlineError(f"the folder names the classes otherwise: {list(found)}", where=str(folder))

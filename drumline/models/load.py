@@ -37,6 +37,7 @@ from drumline.models.freeze import freeze
 from drumline.models.router import trains_router
 from drumline.models.scores import first_position, is_bidirectional, score_head, with_head
 from drumline.models.shapes import check_length, full_config
+from drumline.models.vocabulary import Growth, growth_of, set_rows
 
 # Config keys for the soft-capping and scaling of logits: Gemma 2, Cohere, Granite. `models.head.can_split` tries the model itself.
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -48,8 +49,29 @@ _NOT_TAKEN = "transformers does not take this", "model.config", ModelError, "men
 
 
 def load_config(path: str | None, model: ModelConfig) -> Any:
-    """The Hugging Face config with the values of `model.config`; `path` None: of these values alone (requires model_type). Raises
-    ModelError for a model_type, key or value that transformers does not take."""
+    """Return the Hugging Face config with the values of `model.config`, and rows for all tokens.
+
+    `path` None: of these values alone (requires model_type). The vocabulary is large enough for
+    `model.new_tokens` and `model.tokenizer`.
+    Raises ModelError for a model_type, key or value that transformers does not take.
+    """
+    return load_grown(path, model)[0]
+
+
+def load_grown(path: str | None, model: ModelConfig) -> tuple[Any, Growth | None]:
+    """Return `load_config`, and its rows beside those of the model's files.
+
+    These are None where the model asks for neither new tokens nor a tokenizer.
+    """
+    config = stored_config(path, model)
+    growth = growth_of(config, path, model)
+    if growth is not None and growth.added:
+        set_rows(config, growth.rows)
+    return config, growth
+
+
+def stored_config(path: str | None, model: ModelConfig) -> Any:
+    """The Hugging Face config of the model's files, with the values of `model.config`."""
     from transformers import AutoConfig, PreTrainedConfig
 
     check_counts(model.config, "model.config")
@@ -265,5 +287,8 @@ def check_fits(config: Any, tokenizer: Any, max_length: int, where: str = "model
         raise ModelError("vocab_size or max_position_embeddings is no whole number", where=f"{config.name_or_path or 'model'}: config.json")
     if len(tokenizer) > text.vocab_size:
         what = f"the tokenizer has {len(tokenizer)} tokens but the embedding only {text.vocab_size} rows"
-        raise ModelError(what, where=where, fix="use the model's own tokenizer, or a model with a larger vocabulary")
+        fix = "name the tokenizer's folder as model.tokenizer, and the embedding grows"
+        if where != "model.tokenizer":
+            fix = "give that model the policy's tokenizer or new_tokens, or name another model"
+        raise ModelError(what, where=where, fix=fix)
     check_length(getattr(text, "max_position_embeddings", None), max_length)

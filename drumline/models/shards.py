@@ -30,6 +30,7 @@ from drumline.errors import ModelError
 from drumline.models import adapters
 from drumline.models.blocks import whole_layer
 from drumline.models.files import find_file
+from drumline.models.vocabulary import GrownRows, Growth, by_token
 from drumline.vendor.torch import compute_local_shape_and_global_offset
 
 Init = Callable[[nn.Module], None]
@@ -128,25 +129,31 @@ class Values:
 
 @dataclass(frozen=True)
 class FromFiles:
-    """safetensors files. `places`: file and key of each tensor, of tied weights under all names. `rest`: the source of all others."""
+    """safetensors files. `places`: file and key of each tensor, of tied weights under all names. `rest`: the source of all others.
+    `grown`: names of tensors by token, which get the rows of `growth`."""
 
     places: dict[str, Stored] = field(repr=False)
     rest: Source = field(default_factory=Loaded)
+    growth: Growth | None = None
+    grown: frozenset[str] = frozenset()
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
-        by_file: dict[Path, list[tuple[str, torch.Tensor]]] = {}
+        by_file: dict[Path, list[str]] = {}
         for name in filter(self.places.__contains__, tensors):
-            by_file.setdefault(self.places[name].file, []).append((self.places[name].key, tensors[name]))
-        for file, parts in by_file.items():
+            by_file.setdefault(self.places[name].file, []).append(name)
+        for file, names in by_file.items():
             with safe_open(file, framework="pt") as file_tensors:
-                for key, tensor in parts:
-                    copy_part(tensor, file_tensors.get_slice(key))
+                for name in names:
+                    source = file_tensors.get_slice(self.places[name].key)
+                    if self.growth is not None and name in self.grown:
+                        source = GrownRows(source, self.growth)
+                    copy_part(tensors[name], source)
         self.rest.put({name: tensor for name, tensor in tensors.items() if name not in self.places}, model)
 
 
 def copy_part(tensor: torch.Tensor, source: Any) -> None:
-    """Fill a tensor from `source`, an unsharded tensor or slice object of safetensors; a DTensor takes its local part. Under FSDP2 × TP a
-    part is contiguous too: the rows of one tensor-parallel rank, cut again."""
+    """Fill a tensor from `source`, an unsharded tensor, slice object of safetensors or `GrownRows`; a DTensor takes its local part. Under
+    FSDP2 × TP a part is contiguous too: the rows of one tensor-parallel rank, cut again."""
     local, offset = tensor, (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -155,18 +162,34 @@ def copy_part(tensor: torch.Tensor, source: Any) -> None:
     if local.numel():
         place = tuple(slice(start, start + length) for start, length in zip(offset, local.shape, strict=True))
         with torch.no_grad():
-            local.copy_(source[place])
+            if isinstance(source, GrownRows):
+                source.copy_to(local, place)
+            else:
+                local.copy_(source[place])
 
 
-def from_files(path: str, source: ModelConfig, model: Any, fresh: frozenset[str] = frozenset()) -> FromFiles:
+def from_files(
+    path: str,
+    source: ModelConfig,
+    model: Any,
+    fresh: frozenset[str] = frozenset(),
+    growth: Growth | None = None,
+) -> FromFiles:
     """The source of `model` (whole, on the meta device) in the safetensors files of a folder or hub id, with the options of `source`.
     Raises Whole if the files' names and shapes do not match those of the model one to one; it leaves tensors of `fresh` out if they are
-    missing or have another shape. Raises ModelError where the files have different values for weights that the config ties."""
+    missing or have another shape. With `growth` embedding and head of the model have its rows, and those of the files fewer.
+    Raises ModelError where the files have different values for weights that the config ties."""
     stored = _renamed(model, _stored(path, source))
     places: dict[str, Stored] = {}
+    grown = set[str]()
+    tensors_by_token = by_token(model) if growth is not None and growth.changes_rows else set()
     for names in aliases(model):
         found = [stored[name] for name in names if name in stored]
-        shape = tuple(model.get_parameter_or_buffer(names[0]).shape)
+        tensor = model.get_parameter_or_buffer(names[0])
+        shape = tuple(tensor.shape)
+        if growth is not None and id(tensor) in tensors_by_token:
+            shape = (growth.stored, *shape[1:])
+            grown |= {*names}
         if fresh.issuperset(names) and not any(place.shape == shape for place in found):
             continue
         if not found:
@@ -176,7 +199,7 @@ def from_files(path: str, source: ModelConfig, model: Any, fresh: frozenset[str]
         if any(not _equal(found[0], other) for other in found[1:]):
             raise torn(found[0].key, found[1].key, path)
         places |= dict.fromkeys(names, found[0])
-    return FromFiles(places)
+    return FromFiles(places, growth=growth, grown=frozenset(grown))
 
 
 def torn(one: str, other: str, where: str) -> ModelError:

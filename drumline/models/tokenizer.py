@@ -16,7 +16,19 @@ logger = logging.getLogger(__name__)
 
 
 def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
-    """The tokenizer of the model, or of `model.tokenizer`, with `model.chat_template` in place of its own."""
+    """Return the tokenizer of the model, or of `model.tokenizer`, with `model.new_tokens`.
+
+    `model.chat_template` takes the place of its own.
+    """
+    tokenizer = read_tokenizer(path, model)
+    add_new_tokens(tokenizer, model)
+    if model.chat_template is not None:
+        set_template(tokenizer, model.chat_template)
+    return tokenizer
+
+
+def read_tokenizer(path: str | None, model: ModelConfig) -> Any:
+    """The tokenizer as its files have it, without `model.new_tokens`."""
     from transformers import AutoTokenizer
 
     source, revision = model.tokenizer or path, tokenizer_revision(model)
@@ -28,10 +40,26 @@ def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
     limit()
     apart = model.model_copy(update={"revision": revision})
     files = "its tokenizer_config.json or tokenizer.json"
-    tokenizer = from_hub(source, apart, lambda: _checked(AutoTokenizer.from_pretrained(source, **hub_options(source, apart))), files)
-    if model.chat_template is not None:
-        set_template(tokenizer, model.chat_template)
-    return tokenizer
+    return from_hub(source, apart, lambda: _checked(AutoTokenizer.from_pretrained(source, **hub_options(source, apart))), files)
+
+
+def add_new_tokens(tokenizer: Any, model: ModelConfig) -> dict[str, int]:
+    """Add `model.new_tokens` to the tokenizer, and return the id of each, also of those it had.
+
+    They are plain tokens, not special ones. Decoding keeps them where it leaves special tokens out,
+    so a chat shows them, and a reward function reads them.
+    Raises ModelError for a token that the tokenizer does not take.
+    """
+    tokens = [new.token for new in model.new_tokens]
+    if not tokens:
+        return {}
+    tokenizer.add_tokens(tokens)
+    vocabulary = tokenizer.get_vocab()
+    for token in tokens:
+        if token not in vocabulary:
+            what, fix = f"the tokenizer does not take {token!r}", "write it in another way"
+            raise ModelError(what, where="model.new_tokens", fix=fix)
+    return {token: int(vocabulary[token]) for token in tokens}
 
 
 def _checked(tokenizer: Any) -> Any:

@@ -141,7 +141,8 @@ def part(model: Any, cuts: Cuts, ranges: list[Range], dtype: torch.dtype = torch
     lacks: dict[str, nn.Module] = {}
     for name, here in ends.items():
         module = model.get_submodule(name)
-        # Of an adapted layer the base: its factors belong to the end that computes with it.
+        # Of an adapted layer the base: factors, and rows of tokens, belong to the layer that they
+        # are laid over.
         base = whole_layer(module)
         weights = {id(p) for p in base.parameters(recurse=False)}
         if not weights or here:

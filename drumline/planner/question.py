@@ -27,6 +27,7 @@ from drumline.hardware.cluster import Cluster, calibration_for
 from drumline.hardware.detect import detect
 from drumline.models import shapes
 from drumline.planner.cluster import cluster_of
+from drumline.planner.new_tokens import rows_notes, shape_of, with_new_rows
 from drumline.planner.search.answer import Question
 from drumline.planner.sizes import Found, sizes_of
 from drumline.report.bars import OnProgress
@@ -130,6 +131,8 @@ def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
     config = loaded.config
     policy = find_model(config.model, on_progress)
     notes = [f"model: {policy.how}"] if policy.how else []
+    notes += rows_notes(config, policy)
+    config = with_new_rows(config, policy)
     data = _data(config, policy, loaded, notes)
     roles = roles_of(config, policy, lambda model: find_model(model, on_progress))
     # The devices that the YAML describes, or those of this machine that a run would use.
@@ -234,7 +237,7 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
         with suppress(HFValidationError):  # the hub has no such names
             if isinstance(cached := try_to_load_from_cache(hub_id, "config.json", revision=model.revision), str):
                 return Found(model, str(Path(cached).parent))
-    return Found(shapes.with_config(known, model), None, f"{name} is not on this machine; its shape is known")
+    return Found(shape_of(known, model), None, f"{name} is not on this machine; its shape is known")
 
 
 def _data(config: Config, policy: Found, loaded: Loaded, notes: list[str]) -> DataPlan | None:

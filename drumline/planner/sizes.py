@@ -39,12 +39,24 @@ class Found:
     path: str | None
     how: str = ""
 
-    @cached_property
+    @property
     def hf_config(self) -> Any:
         """transformers' config, whose import takes seconds. Raises ModelError."""
-        from drumline.models.load import load_config
+        return self._config_and_growth[0]
 
-        return load_config(self.path, self.model)
+    @property
+    def growth(self) -> Any:
+        """Return its rows beside those of its files (`models.vocabulary.Growth`), or None.
+
+        None where the model asks for neither new tokens nor a tokenizer. Raises ModelError.
+        """
+        return self._config_and_growth[1] if self.model.may_grow else None
+
+    @cached_property
+    def _config_and_growth(self) -> tuple[Any, Any]:
+        from drumline.models.load import load_grown
+
+        return load_grown(self.path, self.model)
 
 
 def sizes_of(
@@ -81,8 +93,11 @@ def _key(found: Found, head: Head, how: list[Any]) -> str | None:
     sources = sorted(file for pattern in COUNTED_BY for file in PACKAGE.glob(pattern))
     code = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
     versions = [drumline.__version__, code, *map(_version, ("torch", "transformers", "peft"))]
-    model = found.model.model_dump(mode="json", exclude={"id", "revision", "tokenizer", "chat_template", "freeze"})
+    changes_nothing = {"id", "revision", "tokenizer", "new_tokens", "vocabulary_multiple", "chat_template", "freeze"}
+    model = found.model.model_dump(mode="json", exclude=changes_nothing)
     made = [versions, config, model, head, how]
+    if found.model.may_grow:
+        made.append(getattr(found.hf_config.get_text_config(), "vocab_size", None))
     return hashlib.sha256(json.dumps(made, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
@@ -102,8 +117,11 @@ def _derived(found: Found, length: int) -> ModelFacts | None:
 
 
 def _values(found: Found) -> dict[str, Any] | None:
-    """All values of the model's config; None where only transformers knows them: overrides of a file's, and code of the model's own."""
+    """All values of the model's config; None where only transformers knows them: overrides of a file's, code of the model's own, and a
+    vocabulary that its tokenizer decides."""
     model = found.model
+    if model.may_grow:
+        return None
     if model.trust_remote_code or (found.path is not None and model.config):
         return None
     if found.path is None:  # of these keys each is one that the class of the config must know, and only it knows which it does

@@ -24,19 +24,22 @@ def generator(
     autocast: torch.dtype | None = None,
     model_path: str | None = None,
     run_dir: Path = Path(),
+    rows: int | None = None,
 ) -> tuple[Generator, Callable[[Weights], None] | None]:
     """What samples, and what hands it the trained weights (`Engine.whole_weights`, before each rollout); None: it has them already.
 
     `unsharded`: the trainable model, if this rank's device has all of it (one process, DDP); None: it is sharded, and a copy
     made by `build`, in the type that it shall compute in, is sampled from. `autocast`: the type that the trainable model computes in, where
     that is not its weights'; continuous batching, whose thread has no autocast, then takes a copy too. vLLM starts from the folder or
-    hub id `model_path`, and reads new weights in a folder of `run_dir`.
+    hub id `model_path`, and reads new weights in a folder of `run_dir`. `rows`: of an embedding that is
+    larger than that in its files.
     """
     if isinstance(config, c.VLLMGenerator):
         dtype = autocast or torch.float32
         if config.url is None:
             assert model_path is not None, "a rule refuses it"
-            engine = VLLMEngine(config, tokenizer, seed, model_path, str(dtype).removeprefix("torch."))
+            name = str(dtype).removeprefix("torch.")
+            engine = VLLMEngine(config, tokenizer, seed, model_path, name, rows)
             return engine, engine.refresh
         server = VLLMServer(config, tokenizer, seed)
         folder = Path(config.folder) if config.folder is not None else run_dir / "rollout-weights"

@@ -262,13 +262,24 @@ class VLLMEngine(VLLMClient):
     """`generate` by `vllm.LLM` of the model at `model_path`, computing in `dtype` (bfloat16, float16 or float32): with seeds of our own,
     `collective_rpc("reload_weights")` with an iterator of weights, and the executor that leaves processes to their launcher."""
 
-    def __init__(self, config: Config, tokenizer: Any, seed: int, model_path: str, dtype: str) -> None:
-        """Raises EnvironmentFault where vLLM is missing or cannot start."""
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        seed: int,
+        model_path: str,
+        dtype: str,
+        rows: int | None = None,
+    ) -> None:
+        """`rows`: of an embedding that is larger than that in the model's files.
+
+        Raises EnvironmentFault where vLLM is missing or cannot start.
+        """
         require_installed(config)
         super().__init__(config, tokenizer, seed)
         # Of softmax(logits / temperature): raw ones know no temperature, processed ones top_p and top_k (see the config's check).
         log_probs = "raw_logprobs" if config.temperature == 1 else "processed_logprobs"
-        self.llm = _engine(model_path, dtype, config.memory, config.batch, log_probs, seed)
+        self.llm = _engine(model_path, dtype, config.memory, config.batch, log_probs, seed, rows)
         self.positions = self.llm.llm_engine.model_config.max_model_len
 
     def _generate(self, requests: list[Request], step: int) -> list[Completion]:
@@ -302,12 +313,27 @@ def require_installed(config: Any) -> None:
 
 
 @functools.cache
-def _engine(model_path: str, dtype: str, memory: float, batch: int, log_probs: str, seed: int) -> Any:
+def _engine(
+    model_path: str,
+    dtype: str,
+    memory: float,
+    batch: int,
+    log_probs: str,
+    seed: int,
+    rows: int | None,
+) -> Any:
     """One engine a process, for all callers: there is memory for no other. Raises EnvironmentFault where it cannot start."""
     # Weights are handed over as tensors, so the engine must be in this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
+    # The files have too few rows, and all weights are handed over before anything is sampled.
+    grown: dict[str, Any] = {}
+    if rows is not None:
+        grown = {
+            "load_format": "dummy",
+            "hf_overrides": functools.partial(_with_rows, rows=rows),
+        }
     try:
         return LLM(
             model=model_path,
@@ -318,7 +344,16 @@ def _engine(model_path: str, dtype: str, memory: float, batch: int, log_probs: s
             max_num_seqs=batch,
             seed=seed % 2**31,
             logprobs_mode=log_probs,
+            **grown,
         )
     except (RuntimeError, ValueError, OSError) as error:
         first = str(error).strip().splitlines()[:1]
         raise EnvironmentFault(f"vLLM does not start: {first[0] if first else type(error).__name__}", where=WHERE) from None
+
+
+def _with_rows(config: Any, rows: int) -> Any:
+    """The Hugging Face config of a model, with so many rows of its embedding."""
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "vocab_size"):
+            part.vocab_size = rows
+    return config

@@ -21,7 +21,7 @@ from drumline.errors import DataError
 from drumline.models import adapters
 from drumline.models.build import lay_out
 from drumline.models.containers import LOW_PRECISION
-from drumline.models.load import load_config
+from drumline.models.load import load_config, load_grown
 from drumline.models.scores import language_weights
 from drumline.models.shards import Values
 from drumline.models.tokenizer import load_tokenizer
@@ -71,13 +71,28 @@ class Sampling:
         unsharded = None if self.ahead else self.engine.unsharded_model()
         if self._generator is None:
             low, seed, folder = LOW_PRECISION.get(self.plan.precision), self.plan.config.run.seed, Path(self.plan.run_dir)
-            made = generator(self.config, self.tokenizer, seed, unsharded, self._copy, low, self.plan.model_path, folder)
+            made = generator(
+                self.config,
+                self.tokenizer,
+                seed,
+                unsharded,
+                self._copy,
+                low,
+                self.plan.model_path,
+                folder,
+                self._grown_rows(),
+            )
             self._generator, self._refresh = made
         if self._refresh is not None:
             self._refresh(language_weights(self.engine.whole_weights()))
             if self.check is not None:
                 self.check.compare(self._generator)
         return self._generator
+
+    def _grown_rows(self) -> int | None:
+        """Return the rows of an embedding that is larger than in the model's files, or None."""
+        growth = load_grown(self.plan.model_path, self.plan.config.model)[1]
+        return growth.rows if growth is not None and growth.added else None
 
     def _copy(self) -> Any:
         """The whole model on this rank, in the type that it computes in."""

@@ -50,6 +50,7 @@ from drumline.parallel.transforms import batch_norms
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
 from drumline.planner.faults import MTBF_HOURS, campaign
+from drumline.planner.new_tokens import rows_notes, with_new_rows
 from drumline.planner.question import Found, assemble, find_model, require_adapter, roles_of
 from drumline.planner.search.answer import Candidate
 from drumline.planner.search.auto import choose
@@ -85,6 +86,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         rewards.require(rollout.rewards)
         vllm.require_installed(rollout.generator)
     policy = find_model(config.model, on_progress, weights=True)
+    notes(rows_notes(config, policy))
+    config = with_new_rows(config, policy)
     if not config.images_alone:
         models.check_fits(policy.hf_config, load_tokenizer(policy.path, config.model), config.data.max_length)
     require_adapter(config, policy)
@@ -173,7 +176,7 @@ def require_same_tokens(model: ModelConfig, path: str | None, tokenizer: Any, wh
         token = next((t for t, number in ours.items() if theirs.get(t) != number), None) or next(t for t in theirs if t not in ours)
         numbers = [("none" if v.get(token) is None else f"number {v[token]}") for v in (ours, theirs)]
         what = f"its tokenizer is not the policy's: token {token!r} has {numbers[0]} in the policy's and {numbers[1]} in this one"
-        raise ModelError(what, where=where, fix="name a model with the same tokenizer")
+        raise ModelError(what, where=where, fix="give it the policy's new_tokens, or name a model with the same tokenizer")
 
 
 def _require_runs(plan: Plan) -> None:

@@ -64,7 +64,7 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "pp 2": (2, "pp"),
     "tp 2": (2, "tp"),
 }
-REFUSED = {(kind, "tp 2") for kind in KINDS if "dora" in kind or "bit" in kind or "tokens" in kind} | {("saved and tokens", "pp 2")}
+REFUSED = {(kind, "tp 2") for kind in KINDS if "dora" in kind or "bit" in kind or "tokens" in kind}
 REFUSED |= {("4bit, pure bf16", name) for name in ("zero3 2", "zero2 2", "cp 2", "pp 2")}
 OFTEN = ("fsdp2 2", "zero3 2")
 # With --full.

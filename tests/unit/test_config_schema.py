@@ -63,7 +63,7 @@ def accepted(values: dict[str, Any]) -> bool:
 
 
 MODELS = [("model",), ("algorithm", "value_model")]
-PLACES = sorted({place for place in short_places() if place[0] != "data" and not place[-1].endswith("model")})
+PLACES = sorted({place for place in short_places() if place[0] != "data" and not place[-1].endswith(("model", "new_tokens"))})
 
 
 def test_all_kinds_of_short_forms_are_found() -> None:
@@ -89,6 +89,15 @@ def test_a_model_may_be_its_id(place: tuple[str, ...]) -> None:
     assert not VALIDATOR.is_valid(at(place, 3))
     config: Any = TypeAdapter(Config).validate_python({"data": DATA, "model": "some/model"})
     assert config.model.id == "some/model"
+
+
+def test_new_tokens_may_be_a_list_or_a_mapping() -> None:
+    for short in (["<a>", "<b>"], {"<a>": "some text", "<b>": ""}, [{"token": "<a>", "text": "some text"}]):
+        assert accepted(at(("model", "new_tokens"), short))
+        VALIDATOR.validate(at(("model", "new_tokens"), short))
+    for wrong in ("<a>", [3], {"<a>": 3}, [{"text": "a text"}]):
+        assert not accepted(at(("model", "new_tokens"), wrong))
+        assert not VALIDATOR.is_valid(at(("model", "new_tokens"), wrong))
 
 
 def test_a_source_may_be_any_text() -> None:

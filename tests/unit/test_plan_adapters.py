@@ -34,7 +34,12 @@ def plan(world_size: int, facts: ModelFacts | None = FACTS, **sections: Any) -> 
             "not handed out whole",
         ),
         ({"adapter": LORA | {"dora": True}, "strategy": "tp"}, "adapter.dora", "length of whole rows"),
-        ({"adapter": LORA | {"trainable_tokens": [3]}, "strategy": "pp"}, "adapter.trainable_tokens", "lie on two stages"),
+        ({"adapter": LORA | {"trainable_tokens": [3]}, "strategy": "tp"}, "adapter.trainable_tokens", "a rank has parts of these"),
+        (
+            {"adapter": LORA | {"trainable_tokens": [3]}, "strategy": "tp", "model": {"new_tokens": ["<a>"]}},
+            "model.new_tokens",
+            "a rank has parts of these",
+        ),
         (
             {"adapter": LORA | {"init": "pissa"}, "algorithm": {"kind": "dpo", "reference": "adapter"}},
             "algorithm.reference",

@@ -252,6 +252,12 @@ def test_an_engine_in_the_rank_is_asked_the_same(folder: Path, monkeypatch: pyte
     made, refresh = generator(config, tiny_tokenizer(), 7, None, lambda: None, torch.bfloat16, str(folder))
     llm = FakeLLM.made[-1]
     assert llm.options["dtype"] == "bfloat16" and llm.options["logprobs_mode"] == "processed_logprobs"
+    assert "load_format" not in llm.options
+    from transformers import AutoConfig
+
+    generator(config, tiny_tokenizer(), 7, None, lambda: None, torch.bfloat16, str(folder), rows=384)
+    grown = FakeLLM.made[-1].options
+    assert grown["load_format"] == "dummy" and grown["hf_overrides"](AutoConfig.from_pretrained(folder)).vocab_size == 384
     completion = made.generate([Request([9, 8], (3, 1))], 2)[0]
     assert (completion.tokens, completion.log_probs, completion.ended) == ([8, 2], [-1.0, -0.25], True)
     (parameters,) = llm.calls[0][1]

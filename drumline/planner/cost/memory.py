@@ -99,10 +99,13 @@ def of_rank(layout: Layout, facts: ModelFacts, kept: Activations, rank: int, eng
     measured = _lengths(facts, kind_of(layout) != "fp32")
     buffers = replace(buffers, block=buffers.block + unpacked + measured, backward=buffers.backward + unpacked + measured * again)
     if layout.config.adapter.kind == "lora" and layout.config.adapter.trainable_tokens:
-        # PEFT lays rows over a copy of the embedding, which has a gradient; a head that is tied to it keeps one for backward.
+        # PEFT lays rows over a copy of the embedding, which has a gradient. A head keeps a copy for
+        # backward, whether it is tied or not.
         whole = WIDTH[layout.precision] * facts.vocab_size * facts.hidden
-        tied = any(weight.place == "both" for weight in facts.end_weights)
-        buffers = replace(buffers, forward=buffers.forward + whole, through=buffers.through + whole * tied, begun=buffers.begun + whole)
+        has_head = any(weight.place == "both" or weight.style == "head" for weight in facts.end_weights)
+        through = buffers.through + whole * has_head
+        forward, begun = buffers.forward + whole, buffers.begun + whole
+        buffers = replace(buffers, forward=forward, through=through, begun=begun)
     phases = _phases(layout, facts, mine, rank, state, buffers, kept)
     phases["rollout"] = Phase(0.0, _rollout(layout, facts), 0.0, 0.0)
     beside = engine + (WIDTH[layout.precision] * facts.parameters if samples_copy(layout) else 0)

@@ -1,0 +1,93 @@
+"""New tokens in a plan: rows of a model that is not here, the adapter that trains them, notes."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+from drumline.core.config import Config, LoRAConfig
+from drumline.core.model import ModelConfig
+from drumline.core.rollouts import VLLMGenerator
+from drumline.errors import ModelError
+from drumline.models import shapes
+from drumline.planner.sizes import Found
+
+
+def shape_of(known: shapes.Known, model: ModelConfig) -> ModelConfig:
+    """Return the model by the config values of a known shape, with rows for its new tokens.
+
+    Only a tokenizer tells which rows of the embedding no token uses. Where it is not here, each new
+    token gets a row of its own.
+    """
+    found = shapes.with_config(known, model)
+    values = found.config
+    text = values.get("text_config", values)
+    stored = text.get("vocab_size")
+    if not model.may_grow or not isinstance(stored, int):
+        return found
+    needed = stored + len(model.new_tokens)
+    if model.tokenizer is not None:
+        from drumline.models.tokenizer import load_tokenizer
+
+        with suppress(ModelError):
+            needed = len(load_tokenizer(None, model))
+    text = {**text, "vocab_size": model.rows_for(needed, stored)}
+    values = {**values, "text_config": text} if "text_config" in values else text
+    return found.model_copy(update={"config": values, "new_tokens": (), "tokenizer": None})
+
+
+def with_new_rows(config: Config, policy: Found) -> Config:
+    """Return the config with an adapter that trains the rows of `model.new_tokens`.
+
+    An adapter that trains embedding and head in another way stays as it is. Raises ModelError.
+    """
+    adapter = config.adapter
+    if not isinstance(adapter, LoRAConfig) or not config.model.new_tokens:
+        return config
+    if adapter.modules_to_save or isinstance(adapter.targets, list):
+        from drumline.models.adapters import trains_rows
+        from drumline.models.load import on_meta
+
+        if trains_rows(on_meta(policy.hf_config, config.head), adapter):
+            return config
+    if policy.model.new_tokens:
+        from drumline.models.tokenizer import add_new_tokens, read_tokenizer
+
+        ids = [*add_new_tokens(read_tokenizer(policy.path, policy.model), policy.model).values()]
+    else:  # a known shape, of which only the number of rows counts
+        ids = [*range(len(config.model.new_tokens))]
+    new = [number for number in ids if number not in adapter.trainable_tokens]
+    adapter = adapter.model_copy(update={"trainable_tokens": (*adapter.trainable_tokens, *new)})
+    return config.model_copy(update={"adapter": adapter})
+
+
+def rows_notes(config: Config, policy: Found) -> list[str]:
+    """Return a line for each thing that new tokens do to embedding and head. Raises ModelError."""
+    growth = policy.growth
+    if growth is None:
+        return []
+    lines = []
+    if growth.reused:
+        lines.append(
+            f"new tokens: {growth.reused:,} of them take rows of the embedding that no token used"
+        )
+    if growth.added:
+        lines.append(f"new tokens: the embedding grows by {growth.added:,} rows to {growth.rows:,}")
+    if growth.had:
+        lines.append(
+            f"new tokens: the tokenizer has {growth.had[0]!r} already, and its row stays as it is"
+        )
+    rollout = config.algorithm.rollout
+    generator = None if rollout is None else rollout.generator
+    if (
+        growth.added
+        and isinstance(generator, VLLMGenerator)
+        and generator.url is not None
+        and generator.weights != "none"
+    ):
+        size = {"vocab_size": growth.rows}
+        is_nested = policy.hf_config.get_text_config() is not policy.hf_config
+        overrides = json.dumps({"text_config": size} if is_nested else size)
+        options = f"--load-format dummy --hf-overrides '{overrides}'"
+        lines.append(f"vLLM: start its server with {options}: this run gives it all weights")
+    return lines

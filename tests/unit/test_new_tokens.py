@@ -1,0 +1,306 @@
+"""New tokens: rows of embedding and head, what they begin as, and what an adapter trains of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drumline.core.config import LoRAConfig
+from drumline.core.load import load_text
+from drumline.core.model import ModelConfig
+from drumline.errors import ConfigError, ModelError
+from drumline.models import adapters
+from drumline.models.build import build_model, lay_out
+from drumline.models.load import facts, load_config
+from drumline.models.shards import Values, Whole
+from drumline.models.tokenizer import load_tokenizer
+from drumline.planner.new_tokens import rows_notes, with_new_rows
+from drumline.planner.question import find_model
+from drumline.planner.sizes import Found, sizes_of
+from tests.tiny import tiny_tokenizer
+
+TOKENS = 320
+THINK, TOOL = "<think>", "<tool>"
+
+
+def save_model(folder: Path, rows: int = TOKENS, **values: Any) -> Any:
+    """A random Llama with `rows` rows, and a tokenizer of TOKENS tokens, in `folder`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    config = AutoConfig.for_model(
+        "llama", vocab_size=rows, eos_token_id=2, bos_token_id=None, **{**sizes, **values}
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    tiny_tokenizer(TOKENS).save_pretrained(folder)
+    return model
+
+
+def described(folder: Path, **keys: Any) -> ModelConfig:
+    return ModelConfig.model_validate({"id": str(folder), **keys})
+
+
+def built(folder: Path, **keys: Any) -> Any:
+    return build_model(str(folder), described(folder, **keys), seed=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_new_rows_begin_at_the_mean_and_the_others_stay(tmp_path: Path, tied: bool) -> None:
+    before = save_model(tmp_path, tie_word_embeddings=tied)
+    model = built(tmp_path, new_tokens=[THINK, TOOL])
+    assert model.config.vocab_size == 384
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+    for layer in ("model.embed_tokens", "lm_head"):
+        old, new = before.get_parameter(f"{layer}.weight"), model.get_parameter(f"{layer}.weight")
+        assert torch.equal(new[:TOKENS], old)
+        torch.testing.assert_close(new[TOKENS:], old.mean(0).expand(64, 32))
+
+
+def test_a_row_begins_at_the_mean_of_a_text(tmp_path: Path) -> None:
+    before = save_model(tmp_path, tie_word_embeddings=False)
+    model = built(
+        tmp_path, new_tokens={THINK: "", TOOL: "The capital of France"}, vocabulary_multiple=1
+    )
+    ids = load_tokenizer(str(tmp_path), described(tmp_path))("The capital of France")["input_ids"]
+    for layer in ("model.embed_tokens", "lm_head"):
+        old, new = before.get_parameter(f"{layer}.weight"), model.get_parameter(f"{layer}.weight")
+        assert new.shape == (TOKENS + 2, 32)
+        torch.testing.assert_close(new[TOKENS], old.mean(0))
+        torch.testing.assert_close(new[TOKENS + 1], old[ids].mean(0))
+
+
+def test_rows_that_no_token_used_are_taken_first(tmp_path: Path) -> None:
+    before = save_model(tmp_path, rows=TOKENS + 3)
+    model = built(tmp_path, new_tokens=[THINK, TOOL])
+    old, new = before.model.embed_tokens.weight, model.model.embed_tokens.weight
+    assert new.shape == old.shape
+    torch.testing.assert_close(new[TOKENS : TOKENS + 2], old[:TOKENS].mean(0).expand(2, 32))
+    assert torch.equal(new[:TOKENS], old[:TOKENS]) and torch.equal(
+        new[TOKENS + 2 :], old[TOKENS + 2 :]
+    )
+    notes = rows_notes(
+        load_text("{data: {train: [{kind: digits}]}}", []),
+        Found(described(tmp_path, new_tokens=[THINK]), str(tmp_path)),
+    )
+    assert notes == ["new tokens: 1 of them take rows of the embedding that no token used"]
+
+
+def test_a_head_with_a_bias(tmp_path: Path) -> None:
+    from transformers import PhiConfig, PhiForCausalLM
+
+    config = PhiConfig(
+        vocab_size=TOKENS,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+    )
+    before = PhiForCausalLM(config)
+    before.lm_head.bias.data.uniform_()
+    before.save_pretrained(tmp_path)
+    tiny_tokenizer(TOKENS).save_pretrained(tmp_path)
+    model = built(tmp_path, new_tokens=[THINK])
+    torch.testing.assert_close(model.lm_head.bias[TOKENS:], before.lm_head.bias.mean().expand(64))
+    with pytest.raises(
+        ModelError, match=r"has a bias.*modules_to_save=\[model.embed_tokens, lm_head\]"
+    ):
+        adapters.inject(model, LoRAConfig(trainable_tokens=(TOKENS,)), 0)
+
+
+def test_a_model_that_is_built_whole_has_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers reads it, and makes it larger."""
+    save_model(tmp_path, rows=TOKENS + 1, tie_word_embeddings=False)
+    keys: dict[str, Any] = {"new_tokens": {THINK: "Paris", TOOL: ""}}
+    in_parts = built(tmp_path, **keys).state_dict()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise Whole("a test says so")
+
+    monkeypatch.setattr("drumline.models.build.from_files", refuse)
+    whole = built(tmp_path, **keys)
+    assert whole.config.vocab_size == 384
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(value, in_parts[name], msg=name)
+
+
+def test_a_larger_tokenizer_makes_the_embedding_grow(tmp_path: Path) -> None:
+    before = save_model(tmp_path / "model", rows=TOKENS)
+    larger = tiny_tokenizer(TOKENS)
+    larger.add_tokens(["<a>", "<b>"], special_tokens=True)
+    larger.save_pretrained(tmp_path / "larger")
+    model = built(tmp_path / "model", tokenizer=str(tmp_path / "larger"), vocabulary_multiple=10)
+    new = model.model.embed_tokens.weight
+    torch.testing.assert_close(
+        new[TOKENS:], before.model.embed_tokens.weight.mean(0).expand(10, 32)
+    )
+
+
+def test_random_weights_are_drawn_with_all_rows(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    model = built(tmp_path, init="random", new_tokens=[THINK])
+    new = model.model.embed_tokens.weight[TOKENS:]
+    assert new.shape == (64, 32) and float(new.detach().std()) == pytest.approx(0.02, rel=0.1)
+
+
+def test_a_vision_language_model_grows(tmp_path: Path) -> None:
+    from tests.tiny import tiny_vision_dir
+
+    folder = tiny_vision_dir(tmp_path / "vision")
+    old = built(folder).get_input_embeddings().weight
+    known = len(load_tokenizer(str(folder), described(folder)))
+    names = [f"<new {number}>" for number in range(len(old) - known + 1)]
+    model = built(folder, new_tokens=names, vocabulary_multiple=8)
+    new = model.get_input_embeddings().weight
+    assert model.config.get_text_config().vocab_size == len(new) == -(-(len(old) + 1) // 8) * 8
+    torch.testing.assert_close(new[known:], old[:known].mean(0).expand(len(new) - known, -1))
+
+
+def test_new_tokens_are_one_token_each_and_decoding_keeps_them(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path), described(tmp_path, new_tokens=[THINK, TOOL]))
+    ids = tokenizer(f"{THINK}one{TOOL}")["input_ids"]
+    assert ids[0] == TOKENS and ids[-1] == TOKENS + 1
+    assert tokenizer.decode(ids, skip_special_tokens=True) == f"{THINK}one{TOOL}"
+
+
+def test_a_token_that_the_tokenizer_has_keeps_its_row(tmp_path: Path) -> None:
+    before = save_model(tmp_path)
+    model = described(tmp_path, new_tokens=["<|im_end|>"])
+    assert torch.equal(
+        built(tmp_path, new_tokens=["<|im_end|>"]).model.embed_tokens.weight,
+        before.model.embed_tokens.weight,
+    )
+    notes = rows_notes(
+        load_text("{data: {train: [{kind: digits}]}}", []), Found(model, str(tmp_path))
+    )
+    assert notes == [
+        "new tokens: the tokenizer has '<|im_end|>' already, and its row stays as it is"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"new_tokens": ["<a>", "<a>"]}, "'<a>' stands twice in new_tokens"),
+        ({"new_tokens": [""]}, "new_tokens"),
+        ({"new_tokens": {"<a>": "some text"}, "init": "random"}, "init random draws all rows"),
+        ({"new_tokens": ["<a>"], "kind": "python", "path": "a.py:b"}, "takes no new_tokens"),
+    ],
+)
+def test_what_is_refused(model: dict[str, Any], says: str) -> None:
+    import json
+
+    with pytest.raises(ConfigError, match=says):
+        load_text(json.dumps({"model": model, "data": {"train": [{"kind": "digits"}]}}), [])
+
+
+def resolved(folder: Path, **adapter: Any) -> Any:
+    """The adapter of a config with two new tokens."""
+    import json
+
+    values = {
+        "model": {"id": str(folder), "new_tokens": [THINK, TOOL]},
+        "adapter": {"kind": "lora", "r": 2, **adapter},
+        "data": {"train": [{"kind": "digits"}]},
+    }
+    config = load_text(json.dumps(values), [])
+    return with_new_rows(config, Found(config.model, str(folder))).adapter
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_adapter_trains_the_new_rows_alone(tmp_path: Path, tied: bool) -> None:
+    from peft import PeftModel
+
+    save_model(tmp_path / "model", tie_word_embeddings=tied)
+    adapter = resolved(tmp_path / "model", trainable_tokens=[7])
+    assert adapter.trainable_tokens == (7, TOKENS, TOKENS + 1)
+    adapter = adapter.model_copy(update={"trainable_tokens": (TOKENS, TOKENS + 1)})
+    keys = described(tmp_path / "model", new_tokens=[THINK, TOOL])
+    model, source = lay_out(str(tmp_path / "model"), keys, 0)
+    adapters.inject(model, adapter, 0)
+    Values(source, "cpu", 0).fill(model)
+    learned = {
+        name: tuple(p.shape)
+        for name, p in model.named_parameters()
+        if p.requires_grad and "lora_" not in name
+    }
+    assert learned == dict.fromkeys(
+        ["model.embed_tokens.token_adapter.trainable_tokens_delta.default"]
+        + (["lm_head.token_adapter.trainable_tokens_delta.default"] if not tied else []),
+        (2, 32),
+    )
+    counted = facts(load_config(str(tmp_path / "model"), keys), 64, adapter)
+    assert counted.parameters == sum(p.numel() for p in model.parameters())
+    assert counted.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    rate = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    ids_BT = torch.tensor([[5, TOKENS, 9, TOKENS + 1, 3]])
+    before = model(input_ids=ids_BT).logits.detach()
+    model(input_ids=ids_BT, labels=ids_BT).loss.backward()
+    rate.step()
+    expected = model(input_ids=ids_BT).logits.detach()
+    assert not torch.allclose(before, expected, atol=1e-3)
+
+    adapters.save_adapter(model, tmp_path, str(tmp_path / "model"), None)
+    base = build_model(str(tmp_path / "model"), keys, 0)
+    again = PeftModel.from_pretrained(base, str(tmp_path))
+    torch.testing.assert_close(again(input_ids=ids_BT).logits, expected, rtol=1e-5, atol=1e-5)
+    embedding = model.get_input_embeddings().token_adapter.base_layer.weight.clone()
+    adapters.merge(model)
+    torch.testing.assert_close(model(input_ids=ids_BT).logits, expected, rtol=1e-5, atol=1e-5)
+    changed = (model.get_input_embeddings().weight != embedding).any(1).nonzero().flatten().tolist()
+    assert changed == [TOKENS, TOKENS + 1]
+
+
+def test_modules_that_are_trained_whole_need_no_rows_of_their_own(tmp_path: Path) -> None:
+    save_model(tmp_path / "apart", tie_word_embeddings=False)
+    save_model(tmp_path / "tied", tie_word_embeddings=True)
+    assert (
+        resolved(tmp_path / "apart", modules_to_save=["embed_tokens", "lm_head"]).trainable_tokens
+        == ()
+    )
+    assert resolved(tmp_path / "tied", modules_to_save=["embed_tokens"]).trainable_tokens == ()
+    adapter = resolved(tmp_path / "apart", modules_to_save=["lm_head"])
+    assert adapter.trainable_tokens == (TOKENS, TOKENS + 1)
+    model = built(tmp_path / "apart", new_tokens=[THINK, TOOL])
+    adapters.inject(model, adapter, 0)
+    assert model.get_output_embeddings().weight.requires_grad, (
+        "trained whole, without rows laid over it"
+    )
+
+
+def test_sizes_count_the_rows(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", tie_word_embeddings=False)
+    keys = described(tmp_path / "model", new_tokens=[THINK])
+    plain, grown = (
+        sizes_of(Found(model, model.id), 64, "lm")
+        for model in (described(tmp_path / "model"), keys)
+    )
+    assert (plain.vocab_size, grown.vocab_size) == (TOKENS, 384)
+    assert grown.parameters - plain.parameters == 2 * 64 * 32
+
+
+def test_sizes_of_a_known_shape_count_the_rows() -> None:
+    """Of a model whose tokenizer is not here each new token has a row of its own."""
+    plain, grown = (
+        sizes_of(
+            find_model(ModelConfig.model_validate({"id": "llama-3.1-8b", **keys}), lambda *_: None),
+            64,
+            "lm",
+        )
+        for keys in ({}, {"new_tokens": [THINK, TOOL], "vocabulary_multiple": 2})
+    )
+    assert grown.vocab_size == plain.vocab_size + 2
+    assert grown.parameters - plain.parameters == 2 * 2 * plain.hidden
