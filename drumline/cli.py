@@ -440,7 +440,7 @@ def _run(arguments: list[str], speaks: bool) -> None:
         raise (abort.__cause__ or abort) from None
     except (cli_usage.UsageMistake, cli_usage.UsageError) as error:
         if not arguments:  # typer's error is the help itself
-            say(error.format_message())  # type: ignore[union-attr]  # of typer's own class
+            say(error.format_message())  # type: ignore[attr-defined]  # of typer's own class
             raise SystemExit(UserError.exit_code) from None
         if not speaks:
             with first_rank_reports():

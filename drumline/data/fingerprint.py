@@ -121,10 +121,10 @@ def _tokenizer(config: Config, tokenizer_path: str, base_dir: Path) -> dict[str,
     if name is not None and name not in TEMPLATES:
         name = str(base_dir / expanded(name))
     template = None if name is None else hashlib.sha256(read_template(name).encode()).hexdigest()
-    found: dict[str, Any] = {"files": files, "chat_template": template}
+    identity: dict[str, Any] = {"files": files, "chat_template": template}
     if config.model.new_tokens:
-        found["new_tokens"] = [new.token for new in config.model.new_tokens]
-    return found
+        identity["new_tokens"] = [new.token for new in config.model.new_tokens]
+    return identity
 
 
 def identify(cache: TokenCache) -> DataIdentity:

@@ -95,7 +95,7 @@ def _key(found: Found, head: Head, how: list[Any]) -> str | None:
     versions = [drumline.__version__, code, *map(_version, ("torch", "transformers", "peft"))]
     changes_nothing = {"id", "revision", "tokenizer", "new_tokens", "vocabulary_multiple", "chat_template", "freeze"}
     model = found.model.model_dump(mode="json", exclude=changes_nothing)
-    made = [versions, config, model, head, how]
+    made: list[Any] = [versions, config, model, head, how]
     if found.model.may_grow:
         made.append(getattr(found.hf_config.get_text_config(), "vocab_size", None))
     return hashlib.sha256(json.dumps(made, sort_keys=True, default=str).encode()).hexdigest()[:24]

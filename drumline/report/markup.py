@@ -81,11 +81,13 @@ def table(headers: Sequence[Any], rows: Iterable[Sequence[Any]], **attributes: A
 
 def _class_of_column(cells: Iterable[Any]) -> str | None:
     """Return the CSS class of a column: numbers, words too long for a narrow column, or neither."""
-    cells = list(cells)
-    if any(isinstance(cell, int | float) for cell in cells):
-        return "number"
-    words = [word for cell in cells if isinstance(cell, str) and not isinstance(cell, Html) for word in cell.split()]
-    return "long" if any(len(word) > LONG_WORD for word in words) else None
+    longest = 0
+    for cell in cells:
+        if isinstance(cell, int | float):
+            return "number"
+        if isinstance(cell, str) and not isinstance(cell, Html):
+            longest = max([longest, *map(len, cell.split())])
+    return "long" if longest > LONG_WORD else None
 
 
 def facts(pairs: Iterable[tuple[str, Any]]) -> Html:

@@ -195,7 +195,7 @@ def test_an_export_has_the_rows_and_the_tokens(runs: Path) -> None:
     assert len(tokenizer) == 323
     ids = tokenizer("drum<think>")["input_ids"]
     assert ids == [320, 322] and tokenizer.decode(ids, skip_special_tokens=True) == "drum<think>"
-    rows = model.get_input_embeddings().weight
+    rows: Any = model.get_input_embeddings().weight
     assert not (rows[320] == rows[323]).all() and (rows[323] == rows[383]).all(), (
         "the token has learned, and padding has not"
     )

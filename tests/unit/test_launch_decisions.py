@@ -11,7 +11,7 @@ import pytest
 
 from drumline.core.plan import Plan
 from drumline.core.signals import LauncherSignals
-from drumline.launchers.local import _progress, exit_code, launch, newest_or, next_attempt
+from drumline.launchers.local import exit_code, launch, newest_or, next_attempt, progress_since
 from drumline.launchers.postmortem import RankEnd, Restarts, exhausted, read_error, report, root_cause
 from drumline.telemetry.events import Eval, EventLog, Restore, Save, read
 from tests.faults.test_launch import toy
@@ -109,17 +109,17 @@ def test_exit_code(ends: list[RankEnd], asked: int, code: int | None) -> None:
 
 def test_how_far_the_attempt_came(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    assert _progress(path, 0) == (-1, -1)
+    assert progress_since(path, 0) == (-1, -1)
     log = EventLog(path)
     for step in (1, 2, 3):
         log.emit(Eval(step=step, samples=1, seconds=0.0))
-    assert _progress(path, 0) == (3, 3)
-    assert _progress(path, 3) == (3, -1), "the next attempt has done nothing yet"
+    assert progress_since(path, 0) == (3, 3)
+    assert progress_since(path, 3) == (3, -1), "the next attempt has done nothing yet"
     log.emit(Restore(t=0.0, step=1, path="x", seconds=0.0, skipped=[]))  # by a clock that is late
-    assert _progress(path, 3) == (3, 1)
+    assert progress_since(path, 3) == (3, 1)
     with path.open("a") as torn:
         torn.write(json.dumps({"kind": "eval", "step": 9})[:-3])
-    assert _progress(path, 3) == (3, 1)
+    assert progress_since(path, 3) == (3, 1)
 
 
 def test_attempts_are_counted_over_launches(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class _NotAView(torch.autograd.Function):
         return view.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
 
@@ -102,7 +102,8 @@ def _returns_no_views(unit: nn.Module, inputs: Any, outputs: Any) -> Any:
 
 def _without_base(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.requires_grad and tensor._base is not None:
-        return _NotAView.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
+        own: torch.Tensor = _NotAView.apply(tensor)
+        return own
     return tensor
 
 
