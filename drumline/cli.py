@@ -292,7 +292,13 @@ def verify(
     ] = None,
     nproc: Annotated[int, typer.Option(min=1, help="Processes per strategy.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps per run.")] = 3,
-    tolerance: Annotated[float, typer.Option(min=0.0, help="Largest relative difference that counts as equal.")] = 1e-5,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Largest relative difference that counts as equal. Default: 1e-5, or what rounding alone does to this training, if that is more.",
+        ),
+    ] = None,
     keep: Annotated[Path | None, _path_option(help="A new folder in which to keep the runs.")] = None,
 ) -> None:
     """Train a few steps on one process and with each strategy; compare losses, gradient norms, weights and moments."""

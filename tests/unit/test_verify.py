@@ -36,6 +36,17 @@ def test_strategies_agree_and_a_refusal_is_told(tmp_path: Path) -> None:
     assert not survivors(str(tmp_path))
 
 
+def test_what_rounding_does_to_a_training_is_no_difference(tmp_path: Path) -> None:
+    """At this rate two cuts of one batch lie more than 1e-5 apart after four steps on one process."""
+    model = tiny_model_dir(tmp_path / "model", layers=4)
+    config = write_config(tmp_path, model, rows=40, optimizer={"lr": 1e-2})
+    options = ("--strategies", "ddp", "--steps", 4)
+    done = drumline("verify", config, *options)
+    assert done.code == 0 and "rounding alone moves one process by" in done.out, done.out
+    strict = drumline("verify", config, *options, "--tolerance", 1e-5)
+    assert strict.code == 1 and "not what one process trains: ddp" in strict.out, strict.out
+
+
 def test_bad_words_are_one_line(tmp_path: Path) -> None:
     config = write_config(tmp_path, tmp_path / "nothing")
     for strategies, says in (("fsdp2 tp", "is no strategy"), ("ddp", "nothing")):
