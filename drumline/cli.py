@@ -445,7 +445,7 @@ def _run(arguments: list[str], speaks: bool) -> None:
     except typer.Abort as abort:  # typer's name for an EOFError that nobody expected
         raise (abort.__cause__ or abort) from None
     except (cli_usage.UsageMistake, cli_usage.UsageError) as error:
-        if not arguments:  # typer's error is the help itself
+        if not arguments and not isinstance(error, UserError):  # typer's error is the help itself
             say(error.format_message())  # type: ignore[attr-defined]  # of typer's own class
             raise SystemExit(UserError.exit_code) from None
         if not speaks:

@@ -47,12 +47,14 @@ class Command(TyperCommand):
         except UsageError as error:
             error.ctx = ctx  # type: ignore[attr-defined]  # click leaves it out where an option has no value
             raise
+        if ctx.resilient_parsing:  # the shell completes a line that is not finished
+            return rest
         if rest:
             raise UsageMistake(f"{rest[0][:80]!r} is one argument too many", where=command, fix=_help_hint(command))
         for parameter in self.params:
             value = ctx.params.get(parameter.name)
             if isinstance(value, float) and not math.isfinite(value):
-                raise UsageMistake(f"{value} given, a finite number is wanted", where=parameter.opts[0])
+                raise UsageMistake(f"{value} given, a finite number is wanted", where=parameter.opts[0], fix="give a finite number")
             if isinstance(value, int) and abs(value) >= MOST_WHOLE:
                 raise UsageMistake("a whole number of more than 64 bits given", where=parameter.opts[0], fix="give a smaller one")
         return rest
@@ -63,7 +65,7 @@ class Group(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0]
-        if self.get_command(ctx, name) is None:
+        if self.get_command(ctx, name) is None and not ctx.resilient_parsing:
             guess = nearest(name, self.list_commands(ctx))
             fix = f"did you mean {guess!r}?" if guess else "`drumline --help` lists all"
             raise UsageMistake(f"there is no command {name[:80]!r}", where="drumline", fix=fix)

@@ -94,6 +94,30 @@ class ViewsInPlace(nn.Module):
         return hidden.view(-1)
 
 
+class ViewOfItsInput(nn.Module):
+    """A unit whose output is a view of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.flatten(1)
+
+
+def change_a_view_of_an_input() -> str:
+    """Change such an output in place, beside its input; torch's error."""
+    unit = ViewOfItsInput()
+    mesh = data_mesh(device_mesh(Mesh(shard=2), "cpu"))
+    apply_fsdp2(unit, unit, FSDP2Strategy(wrap=[]), mesh, None)
+    hidden = torch.ones(2, 2, 2, requires_grad=True) * 1
+    with warnings.catch_warnings(), pytest.raises(RuntimeError) as raised:
+        warnings.simplefilter("ignore")  # torch warns of such a view
+        out = unit(hidden)
+        out *= 2
+    return str(raised.value)
+
+
 def gradients_of_views() -> tuple[list[float], list[str]]:
     """The largest difference between gradients with and without FSDP2, by weight, and torch's warnings."""
     torch.manual_seed(0)
@@ -117,6 +141,8 @@ def gradients_of_views() -> tuple[list[float], list[str]]:
 
 
 def test_outputs_that_are_views_may_be_changed_in_place() -> None:
+    for error in run(2, change_a_view_of_an_input):
+        assert "is a view and is being modified inplace" in error, "never a wrong gradient"
     for differences, caught in run(2, gradients_of_views):
         assert len(differences) == 6 and max(differences) <= 1e-5
         assert not [line for line in caught if "view" in line], caught

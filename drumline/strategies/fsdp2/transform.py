@@ -61,7 +61,7 @@ def apply_fsdp2(
     units = _without_shared(units, module)
     for unit in (*units, module):
         # Before `fully_shard`, whose own hook then finds tensors that are no views.
-        unit.register_forward_hook(_returns_no_views)
+        unit.register_forward_hook(_return_no_views, with_kwargs=True)
     for unit in [m for m in model.modules() if any(map(of_experts, m._parameters.values()))] if experts is not None else ():
         fully_shard(unit, reshard_after_forward=options.reshard_after_forward, **{**shared, "mesh": experts})
     for unit in reversed(units):  # inner ones first: what they take is no part of the outer
@@ -89,22 +89,48 @@ class _NotAView(torch.autograd.Function):
 
 
 @torch.compiler.disable
-def _returns_no_views(unit: nn.Module, inputs: Any, outputs: Any) -> Any:
+def _return_no_views(unit: nn.Module, args: Any, options: Any, outputs: Any) -> Any:
     """Replace views among a unit's outputs by tensors over the same memory.
 
     FSDP2 gathers the weights for backward in a hook on the outputs. An operation in place on a
     view (`out *= 2` after a Linear layer) replaces the view's history and drops that hook.
+    A view of an input, or one whose memory another output shares, stays a view: autograd must
+    know what else an operation in place changes. torch warns of it.
     """
     if not torch.is_grad_enabled():
         return outputs
-    return each_tensor(_without_base, outputs)
+    returned = _tensors_in(outputs)
+    if not any(_is_view(tensor) for tensor in returned):
+        return outputs
+    elsewhere = Counter(_memory(tensor) for tensor in (*returned, *_tensors_in((args, options))))
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        if not _is_view(tensor) or elsewhere[_memory(tensor)] > 1:
+            return tensor
+        alone: torch.Tensor = _NotAView.apply(tensor)
+        return alone
+
+    return each_tensor(own, outputs)
 
 
-def _without_base(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.requires_grad and tensor._base is not None:
-        own: torch.Tensor = _NotAView.apply(tensor)
-        return own
-    return tensor
+def _tensors_in(values: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    each_tensor(note, values)
+    return found
+
+
+def _is_view(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor._base is not None
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return a number that tensors over the same memory have in common."""
+    return int(tensor.untyped_storage().data_ptr())
 
 
 def _without_shared(units: list[nn.Module], root: nn.Module) -> list[nn.Module]:
