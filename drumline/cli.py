@@ -296,7 +296,8 @@ def verify(
         float | None,
         typer.Option(
             min=0.0,
-            help="Largest relative difference that counts as equal. Default: 1e-5, or what rounding alone does to this training, if that is more.",
+            help="Largest relative difference that counts as equal. Default: 1e-5, or what rounding"
+            " alone does to this training, if that is more.",
         ),
     ] = None,
     keep: Annotated[Path | None, _path_option(help="A new folder in which to keep the runs.")] = None,

@@ -167,7 +167,10 @@ def _print(console: Console, found: Comparison, steps: int) -> int:
         what = f"{noise[0]}{f' and {len(noise) - 1} more' if noise[1:] else ''}: their gradient is rounding alone (they cancel in"
         console.print(f"{what} softmax), and Adam makes steps of it; they are compared by their effect on the loss", highlight=False)
     if found.rounding is not None:
-        line = f"rounding alone moves one process by {found.rounding:.1e} when its batch is cut in another way; up to {tolerance:.1e} is the same"
+        line = (
+            f"rounding alone moves one process by {found.rounding:.1e} when its batch is cut in another"
+            f" way; up to {tolerance:.1e} is the same"
+        )
         if found.rounding > tolerance:
             line += " — this training magnifies rounding: take fewer --steps, or a lower optimizer.lr"
         console.print(line, highlight=False, soft_wrap=True)

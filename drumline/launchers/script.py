@@ -21,7 +21,7 @@ from drumline.core.launcher import LauncherSpec
 from drumline.core.output import say
 from drumline.core.process import tied
 from drumline.core.signals import LauncherSignals
-from drumline.errors import NotSaved, UserError
+from drumline.errors import NotSaved, Preempted, UserError
 from drumline.hardware.detect import detect
 from drumline.launchers.environment import listen
 from drumline.launchers.local import (
@@ -30,8 +30,9 @@ from drumline.launchers.local import (
     exit_code,
     next_attempt,
     progress_since,
+    report_failure,
 )
-from drumline.launchers.postmortem import RankEnd, Restarts, report, root_cause
+from drumline.launchers.postmortem import RankEnd, Restarts, exhausted, report, root_cause
 from drumline.telemetry.events import read
 
 LOGS = "DRUMLINE_LOGS"  # environment variable: the folder that this attempt's ranks log to
@@ -114,23 +115,17 @@ def launch_script(
                 ends = _move_logs(logs, session, ends)
             code = exit_code(ends, signals.number)
             if code is not None:
+                _report_end_of_others(ends, code, signals.number)
                 return NotSaved.exit_code if code == NotSaved.rank_code else code
-            cause = root_cause(ends)
             if restarts is None:
                 restarts = _restarts_of(max_restarts, session)
-            reason: str | None = "asked to stop"
-            if not signals.number:
-                reason = _decide(restarts, session, attempts, cause)
-            say(f"\n{report(cause, ends)}\n")
-            failure = f"error: rank {cause.rank} failed: {cause.message.splitlines()[0]}"
-            if reason is not None:
-                say(f"{failure} — {reason}; see {cause.log}")
+            is_last = _report_failed_attempt(ends, attempts - 1, restarts, session, signals.number)
+            if is_last:
                 return 1
-            say(f"{failure}\nstarting again ({restarts.left} restarts left)")
 
 
 def _restarts_of(max_restarts: int | None, session: SessionOfScript | None) -> Restarts:
-    """Return the budget of restarts, and the reason to give if there is none."""
+    """Return the budget of restarts, which also has the reason to give if it is 0."""
     if max_restarts is not None:
         return Restarts(max_restarts, "--max-restarts is 0")
     if session is not None:
@@ -138,16 +133,60 @@ def _restarts_of(max_restarts: int | None, session: SessionOfScript | None) -> R
     return Restarts(0, "without a drumline.session it would begin anew; --max-restarts allows that")
 
 
-def _decide(
-    restarts: Restarts, session: SessionOfScript | None, attempts: int, cause: RankEnd
-) -> str | None:
-    """Return the reason not to start again; None to start again."""
-    if session is None:
-        # How far the script came is unknown: each start counts.
-        return restarts.decide(-1, attempts, cause.rank, cause.message)
-    events = session.run_dir / "events.jsonl"
-    reached, failed_at = progress_since(events, session.events_before)
-    return restarts.decide(reached, failed_at, cause.rank, cause.message)
+def _report_failed_attempt(
+    ends: list[RankEnd],
+    attempt: int,
+    restarts: Restarts,
+    session: SessionOfScript | None,
+    signal: int,
+) -> bool:
+    """Report an attempt in which a rank failed. Returns whether it was the last.
+
+    `attempt`: the number of attempts before it. `signal`: what the launcher was asked to stop by,
+    0 if by nothing.
+    """
+    cause = root_cause(ends)
+    reached, failed_at = -1, -1
+    if session is not None:
+        events_path = session.run_dir / "events.jsonl"
+        reached, failed_at = progress_since(events_path, session.events_before)
+    out_of_memory = exhausted(cause)
+    memory_line = None
+    if out_of_memory is not None:
+        memory_line = out_of_memory.describe()
+    if signal:
+        reason: str | None = "asked to stop"
+    elif out_of_memory is not None:
+        reason = "out of memory: another start would not help"
+    elif session is not None:
+        reason = restarts.decide(reached, failed_at, cause.rank, cause.message)
+    else:
+        # How far the script came is unknown, so no two attempts count as the same failure.
+        reason = restarts.decide(-1, attempt, cause.rank, cause.message)
+    again = f"{restarts.left} restarts left"
+    if session is not None:
+        step = max(failed_at, 0)
+        report_failure(cause, ends, attempt, step, reason, again, events_path, memory_line)
+        return reason is not None
+    say(f"\n{report(cause, ends)}\n")
+    failure = f"error: {cause.name} failed: {memory_line or cause.message.splitlines()[0]}"
+    if reason is None:
+        say(f"{failure}\nstarting again ({again})")
+    else:
+        say(f"{failure} — {reason}; see {cause.log}")
+    return reason is not None
+
+
+def _report_end_of_others(ends: list[RankEnd], code: int, signal: int) -> None:
+    """Say why an attempt ended on purpose if rank 0, whose log is shown, does not say it."""
+    reported = [end for end in ends if end.error and end.error.get("exit_code") == code]
+    if any(end.rank == 0 for end in reported):
+        return
+    if reported:
+        label = "stopped" if code == Preempted.exit_code else "error"
+        say(f"{label}: {reported[0].name}: {reported[0].message}")
+    elif code == 1 and signal:
+        say("error: asked to stop, but the ranks did not save in time and were killed")
 
 
 def _read_session(logs: Path) -> SessionOfScript | None:

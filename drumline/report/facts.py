@@ -289,18 +289,19 @@ class RunFacts:
             why = (last.end or {}).get("why")
             return {"reason": str(why)} if why else {}
         fault = last.fault
-        rank = str(fault.get("rank"))
-        if fault.get("host"):
-            rank += f" on {fault['host']}"
         found = {
-            "reason": str(fault.get("error")),
-            "rank": rank,
-            "after step": str(fault.get("step")),
+            "reason": fault.get("error"),
+            "rank": fault.get("rank"),
+            "host": fault.get("host"),
+            "after step": fault.get("step"),
             "likely cause and fix": fault.get("cause"),
-            "then": str(fault.get("action")).removeprefix("stop: "),
+            "then": fault.get("action"),
             "log": fault.get("log"),
         }
-        return {label: str(value) for label, value in found.items() if value is not None}
+        texts = {label: str(value) for label, value in found.items() if value is not None}
+        if "then" in texts:
+            texts["then"] = texts["then"].removeprefix("stop: ")
+        return texts
 
 
 def differences(runs: list[RunFacts]) -> list[str]:

@@ -68,7 +68,9 @@ def test_a_killed_rank_is_restarted_and_logs_are_in_the_run_folder(tmp_path: Pat
     wait_for(run, "save", 4, process)
     kill(children(process.pid)[-1])
     output = finished(process)
-    assert "starting again (2 restarts left)" in output, output
+    assert "starting again from the newest checkpoint (2 restarts left)" in output, output
+    (fault,) = events(run, "fault")
+    assert (fault["rank"], fault["signal"], fault["action"]) == (1, "SIGKILL", "restart")
     assert sorted(path.name for path in (run / "logs").iterdir()) == ["attempt-0", "attempt-1"]
     assert not (run / "logs" / "attempt-1").is_symlink()
     assert "step 12" in (run / "logs" / "attempt-1" / "rank-0.out").read_text()

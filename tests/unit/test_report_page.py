@@ -203,7 +203,7 @@ def test_the_summary_says_why_a_run_failed(tmp_path: Path) -> None:
     )  # fmt: skip
     made = page.page([RunFacts(write_run(tmp_path / "x", events=[start(), step(4), fault]))])
     summary = made[made.index("<h2>Summary") : made.index("<h2>Curves")]
-    for part in ("killed by SIGKILL", "1 on node7", "3 restarts without progress", "use fewer loader workers"):
+    for part in ("killed by SIGKILL", "node7", "3 restarts without progress", "use fewer loader workers"):
         assert part in summary
     stopped = RunEnd(status="stopped", exit_code=3, step=4, why="loss is NaN", goodput={})
     facts = RunFacts(write_run(tmp_path / "y", events=[start(), step(4), stopped]))
