@@ -11,7 +11,7 @@ from drumline.planner.search.answer import Answer, Candidate, Refused, expected_
 # An adapter saves at most a third of the arithmetic (no gradients of the weights that it leaves alone), which is 1.5 × the speed. Where it
 # is more than twice that ahead, the other plan waits for memory.
 SLOW = 3.0
-HOUR, DAY = 3600, 86_400  # seconds
+DAY = 86_400  # seconds
 FLAGS = {"full": "--adapter none", "LoRA": "--adapter lora", "QLoRA": "--adapter qlora"}
 
 
@@ -31,7 +31,8 @@ def why_adapter(adapted: Sequence[Adapted], choice: Adapted) -> str:
     if full is None or not full.answer.ranked:
         return f"Training all weights fits on no layout of these devices: {choice.name} is the choice."
     times = number(_speed(choice) / _speed(full))
-    return f"Training all weights is slow: {choice.name} is {times} times as fast, and the choice. {_reason(full.answer)}".rstrip()
+    sentence = f"Training all weights is slow: {choice.name} is {times} times as fast, and the choice."
+    return " ".join([sentence, *_reasons(full.answer)])
 
 
 def slow_lines(answer: Answer, adapted: Sequence[Adapted], tokens: float | None = None) -> list[str]:
@@ -42,7 +43,9 @@ def slow_lines(answer: Answer, adapted: Sequence[Adapted], tokens: float | None 
     if not ahead:
         return []
     best = max(ahead, key=_speed)
-    lines = [f"Row 1 is slow: {best.name} is {number(_speed(best) / expected_speed(first))} times as fast. {_reason(answer)}Instead:"]
+    times = number(_speed(best) / expected_speed(first))
+    sentences = [f"Row 1 is slow: {best.name} is {times} times as fast.", *_reasons(answer), "Instead:"]
+    lines = [" ".join(sentences)]
     for each in ahead:
         lines.append(f"  {FLAGS[each.name]}: {_pace(each.answer.ranked[0], tokens)}")
     more_devices = without_offload(answer.question) if is_offloaded(first.layout.strategy) else None
@@ -50,7 +53,7 @@ def slow_lines(answer: Answer, adapted: Sequence[Adapted], tokens: float | None 
         devices = more_devices.what.partition(" in place of ")[0]
         lines.append(f"  {devices}: {_pace(more_devices.found, tokens)}")
     speed = first.estimate.tokens_per_s
-    lines.append(f"  fewer tokens: row 1 trains {count(round(DAY * speed))} a day")
+    lines.append(f"  fewer tokens: row 1 trains {count(round(DAY * speed))} tokens a day")
     lines.append("")
     return lines
 
@@ -69,20 +72,22 @@ def _pace(candidate: Candidate, tokens: float | None) -> str:
     return f"{candidate.name}, {candidate.estimate.tokens_per_s:,.0f} tokens/s, {length}"
 
 
-def _reason(answer: Answer) -> str:
-    """Why the first plan offloads, as a sentence with a space behind it; empty where it does not."""
+def _reasons(answer: Answer) -> list[str]:
+    """Return why the first plan offloads, as a sentence in a list; an empty one if it does not."""
     first = answer.ranked[0]
     if not is_offloaded(first.layout.strategy):
-        return ""
-    on_devices = [refused for refused in answer.refused if _is_too_large(refused)]
-    if not on_devices:
-        return f"{first.name} waits for copies to the host's memory and for updates there. "
-    nearest = min((refused.best for refused in on_devices if refused.best), key=lambda best: best.estimate.memory.reserved)
+        return []
+    fits_on_devices = any(not is_offloaded(each.layout.strategy) for each in answer.ranked)
+    too_large = [refused for refused in answer.refused if _is_too_large(refused)]
+    bests = [refused.best for refused in too_large if refused.best is not None]
+    if fits_on_devices or not bests:
+        return [f"{first.name} waits for copies from the devices, and for updates outside of them."]
+    nearest = min(bests, key=lambda best: best.estimate.memory.reserved)
     needs, limit = gb(nearest.estimate.memory.reserved), gb(nearest.estimate.limit)
-    return (
-        f"Optimizer states lie in host memory, since nothing fits on the devices alone"
-        f" ({nearest.name}, the smallest, needs {needs} of {limit}). "
-    )
+    return [
+        "Optimizer states lie outside of the devices, since nothing fits on the devices alone"
+        f" ({nearest.name}, the smallest, needs {needs} of {limit})."
+    ]
 
 
 def _is_too_large(refused: Refused) -> bool:
