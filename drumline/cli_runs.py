@@ -24,8 +24,15 @@ def path_of(given: str | Path) -> Path:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a path exists, be it as a link that leads nowhere."""
-    return os.path.lexists(path)
+    """Whether a path exists, be it as a link that leads nowhere.
+
+    Raises PermissionError if a folder on the way may not be entered.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def existing_path(given: str | Path) -> Path:

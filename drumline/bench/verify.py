@@ -135,11 +135,12 @@ def compare(
 def _other_micro_batch(plan: Plan) -> int | None:
     """Return another micro-batch that the global batch can be cut into; None if there is none."""
     samples, micro_batch = plan.batch.global_samples, plan.batch.micro_batch
-    others = [size for size in range(1, samples + 1) if samples % size == 0 and size != micro_batch]
-    smaller = [size for size in others if size < micro_batch]
+    sizes = [size for size in range(1, samples + 1) if samples % size == 0]
+    smaller = [size for size in sizes if size < micro_batch]
+    larger = [size for size in sizes if size > micro_batch]
     if smaller:
         return smaller[-1]
-    return others[0] if others else None
+    return larger[0] if larger else None
 
 
 def _print(console: Console, found: Comparison, steps: int) -> int:

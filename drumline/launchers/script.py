@@ -115,7 +115,7 @@ def launch_script(
                 ends = _move_logs(logs, session, ends)
             code = exit_code(ends, signals.number)
             if code is not None:
-                _report_end_of_others(ends, code, signals.number)
+                _report_silent_end(ends, code, signals.number)
                 return NotSaved.exit_code if code == NotSaved.rank_code else code
             if restarts is None:
                 restarts = _restarts_of(max_restarts, session)
@@ -177,7 +177,7 @@ def _report_failed_attempt(
     return reason is not None
 
 
-def _report_end_of_others(ends: list[RankEnd], code: int, signal: int) -> None:
+def _report_silent_end(ends: list[RankEnd], code: int, signal: int) -> None:
     """Say why an attempt ended on purpose if rank 0, whose log is shown, does not say it."""
     reported = [end for end in ends if end.error and end.error.get("exit_code") == code]
     if any(end.rank == 0 for end in reported):

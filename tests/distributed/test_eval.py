@@ -84,7 +84,7 @@ def test_a_model_that_does_not_fit_is_one_line(config: Path, run: Path) -> None:
 
 
 def test_bad_input(config: Path, run: Path) -> None:
-    with pytest.raises(CheckpointError, match="not a committed checkpoint"):
+    with pytest.raises(CheckpointError, match="there is no such file or folder"):
         evaluate(config, [], run / "nowhere")
     with pytest.raises(ConfigError, match="there is no held-out set"):
         evaluate(config, ["data.eval=[]"], None)

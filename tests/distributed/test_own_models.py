@@ -250,7 +250,7 @@ def test_other_rows_are_noticed(tmp_path: Path, changes: dict[str, str], says: s
     drawn = [identity(f"drawn{i}.py", ROWS.replace("NOISE", "1")) for i in range(2)]
     assert what_changed(*drawn) is None, "rows drawn at random are not compared"
     later = identity("later.py", ROWS.replace("float(i)", "i"))
-    assert "function that gives the rows has changed" in (what_changed(identity("one.py", ROWS), later) or "")
+    assert "what gives the rows (a function or a file) has changed" in (what_changed(identity("one.py", ROWS), later) or "")
 
 
 def test_a_run_does_not_go_on_with_other_rows(runs: Path) -> None:

@@ -125,7 +125,7 @@ def test_a_profile_that_nobody_would_write(tmp_path: Path, profile: str, line: s
 
 
 def test_kinds_that_several_algorithms_have_are_named_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.generator.* there are hf, continuous, vllm$"):
+    with pytest.raises(ConfigError, match=r"algorithm\.generator.* choose one of hf, continuous, vllm$"):
         prompts(tmp_path, [], "algorithm.generator={max_new_tokens: 8}")
 
 
@@ -144,7 +144,7 @@ def test_a_prompt_that_leaves_no_room_for_its_completion(tmp_path: Path) -> None
     [
         ("llama", {}, {"strategy": "cp"}, ""),
         ("gpt_oss", {"head_dim": 8, "num_key_value_heads": 2}, {"strategy": "cp"}, "strategy: cp × the model: context parallelism cannot"),
-        ("llama", {}, {"adapter": {"kind": "lora", "targets": ["nowhere"]}}, "adapter.targets: no linear layer"),
+        ("llama", {}, {"adapter": {"kind": "lora", "targets": ["nowhere"]}}, "adapter.targets: no layer of LlamaForCausalLM"),
         ("llama", {}, {"adapter": {"kind": "lora"}, **groups("*.lora_B.*")}, ""),
         ("llama", {}, groups("*.lora_B.*"), "optimizer.groups: '*.lora_B.*' matches no parameter that learns"),
         ("bloom", {"intermediate_size": None}, {}, "data.packing: packing × the model: BloomForCausalLM does not keep the documents"),

@@ -119,7 +119,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     for part in (
         "plan: tiny 10 · sft ddp", "held out, step 0: loss 5 · exact_match 0  (8 samples)", "step 40/40  loss 1.0000 (mean 1.250)",
         "1,234 tokens/s", "3.00 GiB · 1.00 GiB a rank", "no space: 5 needed — the run goes on", "samples 4, 7", "finished 40 steps in 1:15",
-        "exact_match     0.0000 → 0.7500", "runs/x/export", "drumline export runs/x --to my-model",
+        "exact_match     0.0000 → 0.7500", "runs/x/export", "drumline train examples/own_data.yaml",
     ):  # fmt: skip
         assert part in text, part
     assert text.count("\nstep ") <= 22, "a long run does not print every step"

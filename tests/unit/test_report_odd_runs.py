@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,7 @@ def test_a_folder_of_somebody_else_s_is_one_line(monkeypatch: pytest.MonkeyPatch
         raise PermissionError(13, "Permission denied", "/home/other/run/events.jsonl")
 
     monkeypatch.setattr(Path, "is_file", refused)
+    monkeypatch.setattr(os, "lstat", refused)
     with pytest.raises(SystemExit) as end:
         main(["report", "/home/other/run"])
     line = capsys.readouterr().err

@@ -169,7 +169,7 @@ def test_a_run_is_gone_on_with_by_its_folder(tmp_path: Path) -> None:
         with session(tmp_path / "other", resume=place) as s:
             s.prepare(build, sgd)
             assert s.steps == 1
-    with pytest.raises(EnvironmentFault, match="not a committed checkpoint"), session(tmp_path / "other", resume=tmp_path / "no"):
+    with pytest.raises(EnvironmentFault, match="there is no such file or folder"), session(tmp_path / "other", resume=tmp_path / "no"):
         pass
 
 

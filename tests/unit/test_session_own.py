@@ -68,7 +68,7 @@ def test_evaluation_draws_from_a_stream_of_its_own() -> None:
 
 def test_samples_that_are_kept_are_the_same_in_each_process(tmp_path: Path) -> None:
     class Given:
-        limit, label = None, "mine"
+        limit, label, is_built_in = None, "mine", False
 
         def rows(self, _: Path) -> Any:
             return iter(Shuffled())
