@@ -30,7 +30,7 @@ from drumline.dist.seeds import derive
 from drumline.errors import DataError, ModelError, UserError
 from drumline.foreign import expanded, judged, read_object, require_package
 from drumline.models.adapters import CONFIG as ADAPTER
-from drumline.models.adapters import read_over
+from drumline.models.adapters import merge_read, read_over
 from drumline.models.build import build_model
 from drumline.models.classes import auto_class
 from drumline.models.export import PROVENANCE, read_checkpoint, read_run
@@ -176,11 +176,9 @@ def _from_folder(source: str, trust_remote_code: bool) -> Model:
     whole = _pretrained(base, below)
     _make_room(whole, Path(source), tokenizer)
     with judged("cannot be laid over its base", source, ModelError, "give a folder that PEFT wrote"):
-        return Model(
-            _placed(read_over(whole, Path(source), (Path(source) / PROVENANCE).exists()).merge_and_unload()),
-            tokenizer,
-            f"{source} over {base}",
-        )
+        is_ours = (Path(source) / PROVENANCE).exists()
+        merged = merge_read(read_over(whole, Path(source), is_ours))
+        return Model(_placed(merged), tokenizer, f"{source} over {base}")
 
 
 def _make_room(base: Any, adapter: Path, tokenizer: Any) -> None:

@@ -25,7 +25,7 @@ from drumline.core.registry import nearest
 from drumline.dist.seeds import derive, drawing
 from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import require_package
-from drumline.models.blocks import blocks, vocabulary, whole_layer
+from drumline.models.blocks import blocks, is_head_tied, vocabulary, whole_layer
 from drumline.models.classes import reads_images
 from drumline.models.packed import PackedLinear
 from drumline.models.scores import extra_heads
@@ -125,7 +125,8 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
 
     names, trained = find_targets(model, adapter)
     wanted = {NAME: adapter, **adapter.more}
-    token_rows = _token_rows(model, adapter.trainable_tokens, trained, names[NAME])
+    adapted = {name for chosen in names.values() for name in chosen}
+    token_rows = _token_rows(model, adapter.trainable_tokens, trained, adapted)
     made = {
         each: LoraConfig(
             r=options.r,
@@ -292,6 +293,8 @@ def merge(model: Any) -> None:
     """
     _untie_adapted_ends(model)
     for name, layer in list(_tuned(model)):
+        if not _is_mergeable(layer):
+            continue
         base: Any = layer.get_base_layer()
         if hasattr(layer, "token_indices"):
             _merge_layer(name, layer)
@@ -305,6 +308,25 @@ def merge(model: Any) -> None:
         outer, _, own = name.removesuffix(".token_adapter").rpartition(".")
         setattr(model.get_submodule(outer), own, base)
     del model.peft_config
+
+
+def merge_read(over: Any) -> Any:
+    """Return the plain model of a PEFT model that `read_over` has read, its adapters merged.
+
+    `merge` merges what `inject` makes. PEFT does the rest: modules that were trained whole, and
+    layers of other tools.
+    """
+    merge(over.get_base_model())
+    return over.merge_and_unload()
+
+
+def _is_mergeable(layer: Any) -> bool:
+    """Return whether a layer of PEFT's is of a kind that `inject` makes."""
+    from drumline.vendor.transformers import Conv1D
+
+    if hasattr(layer, "token_indices"):
+        return True
+    return is_tuned(layer) and isinstance(layer.get_base_layer(), nn.Linear | nn.Embedding | Conv1D)
 
 
 def _merge_layer(name: str, layer: Any) -> None:
@@ -502,29 +524,28 @@ def _require_ends(model: Any, adapter: LoRAConfig, names: dict[str, list[str]]) 
     `names`: the layers of each adapter.
     """
     ends = _ends_of_vocabulary(model)
-    is_tied = len({id(layer.weight) for layer in ends.values()}) < len(ends)
+    is_tied = is_head_tied(model)
     for adapter_name, chosen in names.items():
+        key = "adapter.targets" if adapter_name == NAME else f"adapter.more.{adapter_name}.targets"
         for name in chosen:
             if name not in ends or not (is_tied or isinstance(ends[name], nn.Embedding)):
                 continue
-            fix = f"take {name} out of adapter.targets, or this"
             if adapter.init != "zero" and adapter_name == NAME:
                 what = f"PiSSA would change the weight of {name}, which the embedding looks up"
+                fix = f"take {name} out of {key}, or remove adapter.init"
                 raise ModelError(what, where="adapter.init", fix=fix)
             if adapter.trainable_tokens:
                 what = f"{name} has an adapter, and rows of its weight are trained by themselves"
+                fix = f"take {name} out of {key}, or remove adapter.trainable_tokens"
                 raise ModelError(what, where="adapter.trainable_tokens", fix=fix)
 
 
 def _untie_adapted_ends(model: Any) -> None:
     """Give a head that is tied to the embedding its own weight if one of the two has an adapter."""
-    ends = [layer for layer in vocabulary(model) if layer is not None]
-    if not any(hasattr(layer, "lora_A") for layer in ends):
+    ends = vocabulary(model)
+    if not is_head_tied(model) or not any(hasattr(layer, "lora_A") for layer in ends):
         return
-    bases = [whole_layer(layer) for layer in ends]
-    if len(bases) < 2 or bases[0].weight is not bases[1].weight:
-        return
-    head = bases[1]
+    head = whole_layer(ends[1])
     own_weight = head.weight.detach().clone()
     head.weight = nn.Parameter(own_weight, requires_grad=head.weight.requires_grad)
     for config in (model.config, model.config.get_text_config()):
@@ -560,7 +581,7 @@ def _token_rows(
         return None
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {id(module): name for name, module in model.named_modules()}
-    is_tied = head is not None and head.weight is embedding.weight
+    is_tied = is_head_tied(model)
     if is_tied and f"{names[id(embedding)]}.weight" in trained:
         return None
     layers = []
@@ -579,22 +600,31 @@ def _token_rows(
 
 
 def trains_rows(model: Any, adapter: LoRAConfig) -> bool:
-    """Whether an adapter trains embedding and head without `trainable_tokens`.
+    """Return whether an adapter trains embedding and head without `trainable_tokens`.
 
-    `modules_to_save` may have their weights, or `targets` their names. An embedding with factors
-    gets no rows of its own.
+    `modules_to_save` may have their weights, or the targets of an adapter their names. An embedding
+    with factors gets no rows of its own.
+    Raises ModelError for such an embedding beside a head that does not learn.
     """
     trained = _named_below(model, adapter.modules_to_save)
-    learning = {id(model.get_parameter(name)) for name in trained}
-    targets = adapter.targets if isinstance(adapter.targets, list) else []
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    trained_weights = {id(model.get_parameter(name)) for name in trained}
+    targets: list[str] = []
+    for options in (adapter, *adapter.more.values()):
+        if isinstance(options.targets, list):
+            targets += options.targets
     names = {id(module): name for name, module in model.named_modules()}
+    embedding, head = vocabulary(model)
     layers = [layer for layer in (embedding, head) if layer is not None]
-    named = [layer for layer in layers if any(_ends(names[id(layer)], end) for end in targets)]
-    is_tied = head is not None and head.weight is embedding.weight
-    if embedding in named or (is_tied and head in named):
-        return True
-    return all(layer in named or id(layer.weight) in learning for layer in layers)
+    adapted = [layer for layer in layers if any(_ends(names[id(layer)], end) for end in targets)]
+    learning = [layer for layer in layers if layer in adapted or id(layer.weight) in trained_weights]
+    if is_head_tied(model):
+        return bool(learning)
+    if learning == [embedding] and adapted == [embedding] and head is not None:
+        own, other = names[id(embedding)], names[id(head)]
+        what = f"{own} has an adapter and {other} has none, which cannot learn the new tokens"
+        fix = f"name {other} in adapter.targets, too, or take {own} out"
+        raise ModelError(what, where=WHERE, fix=fix)
+    return len(learning) == len(layers)
 
 
 def _number(alpha: float) -> Any:

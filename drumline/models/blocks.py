@@ -261,6 +261,15 @@ def vocabulary(model: Any) -> tuple[Any, Any]:
     return (model.get_input_embeddings(), model.get_output_embeddings()) if hasattr(model, "get_input_embeddings") else (None, None)
 
 
+def is_head_tied(model: Any) -> bool:
+    """Return whether the head's weight is the embedding's, beneath adapters."""
+    embedding, head = vocabulary(model)
+    if embedding is None or head is None:
+        return False
+    weight = getattr(whole_layer(head), "weight", None)
+    return weight is not None and weight is getattr(whole_layer(embedding), "weight", None)
+
+
 def whole_layer(module: nn.Module) -> Any:
     """The base layer of one of PEFT's layers, also beneath trainable rows of tokens; any other layer itself."""
     module = module._modules.get("token_adapter") or module

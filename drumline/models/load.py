@@ -22,6 +22,7 @@ from drumline.models.attention import caps_and_drops
 from drumline.models.blocks import (
     counted,
     expert_modules,
+    is_head_tied,
     needs_mask,
     tensor_plan,
     tower_flops,
@@ -186,7 +187,7 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
     outside = counts["parameters"] - sum(counts["block_parameters"])
     embedding = whole_layer(model.get_input_embeddings()).weight
     output_head = model.get_output_embeddings()
-    tied = output_head is not None and whole_layer(output_head).weight is embedding
+    tied = is_head_tied(model)
     layers, hidden, heads = int(text.num_hidden_layers), int(text.hidden_size), int(text.num_attention_heads)
     width = heads * max(int(size or hidden // heads) for size in of_layers(text, "head_dim"))
     tower = {id(p) for p in vision_tower(model).parameters()} if head in LM and is_vision_language(config) else set()

@@ -44,7 +44,8 @@ def with_new_rows(config: Config, policy: Found) -> Config:
     adapter = config.adapter
     if not isinstance(adapter, LoRAConfig) or not config.model.new_tokens:
         return config
-    if adapter.modules_to_save or isinstance(adapter.targets, list):
+    every = (adapter, *adapter.more.values())
+    if adapter.modules_to_save or any(isinstance(each.targets, list) for each in every):
         from drumline.models.adapters import trains_rows
         from drumline.models.load import on_meta
 

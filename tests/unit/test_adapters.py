@@ -336,7 +336,11 @@ def test_a_shard_begins_as_its_part_of_one_process(folder: Path) -> None:
         ({"trainable_tokens": [10**6]}, "token 1000000 has no row: the embedding has 3"),
         ({"modules_to_save": ["lm_haed"]}, "no module 'lm_haed' with weights — did you mean lm_head"),
         ({"targets": ["lm_head"], "init": "pissa"}, "which the embedding looks up"),
-        ({"targets": ["lm_head"], "trainable_tokens": [3]}, "rows of its weight are trained"),
+        ({"targets": ["lm_head"], "trainable_tokens": [3]}, "lm_head out of adapter.targets, or remove adapter.trainable_tokens"),
+        (
+            {"targets": ["q_proj"], "trainable_tokens": [3], "more": {"x": {"targets": ["lm_head"]}}},
+            "lm_head out of adapter.more.x.targets, or remove adapter.trainable_tokens",
+        ),
         (
             {"targets": ["lm_head"], "modules_to_save": ["embed_tokens"]},
             "the weight of lm_head is trained whole, and gets no adapter",

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drumline.core.config import LoRAConfig
 from drumline.core.model import ModelConfig
 from drumline.errors import CheckpointError, DataError, ModelError, UserError
 from drumline.inference.evaluate import Question, completed, with_room
@@ -230,6 +231,28 @@ def test_an_adapter_is_laid_over_its_model(folder: Path, tmp_path: Path) -> None
     assert len(loaded.tokenizer) == 300, "a tokenizer beside it is its own"
     assert torch.equal(first_weight(loaded.module), before[0])
     assert not torch.equal(loaded.module.model.layers[0].self_attn.q_proj.weight, before[1])
+
+
+def test_an_adapter_over_tied_ends_is_merged_as_it_was_trained(folder: Path, tmp_path: Path) -> None:
+    """From a folder of another tool's, with a module that was trained whole, and from a run's export."""
+    from peft import PeftModel
+
+    from drumline.models.export import export
+    from tests.unit.test_adapters import adapted, move, run_of
+
+    targets, whole = ["q_proj", "lm_head"], ("model.norm",)
+    options = LoRAConfig(r=4, targets=targets, modules_to_save=whole)
+    model = move(adapted(folder, options)).eval()
+    run = run_of(tmp_path, folder, model, adapter=options.model_dump())
+    written = export(run, run / "export", "last", adapter=True).path
+    ids_BT = torch.arange(24)[None]
+    expected = model(ids_BT).logits
+    base = open_model(str(folder), quietly).module
+    peft = PeftModel.from_pretrained(base, written).eval()
+    torch.testing.assert_close(peft(ids_BT).logits, expected, rtol=1e-4, atol=1e-4)
+    for place in (written, run):
+        loaded = open_model(str(place), quietly).module
+        torch.testing.assert_close(loaded(ids_BT).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -281,6 +281,28 @@ def test_modules_that_are_trained_whole_need_no_rows_of_their_own(tmp_path: Path
     )
 
 
+def test_an_adapted_head_beside_an_embedding_with_rows(tmp_path: Path) -> None:
+    """The head learns by its factors, whichever adapter these belong to."""
+    save_model(tmp_path / "model", tie_word_embeddings=False)
+    more = {"x": {"targets": ["lm_head"]}}
+    adapter = resolved(tmp_path / "model", targets=["q_proj"], more=more)
+    assert adapter.trainable_tokens == (TOKENS, TOKENS + 1)
+    model = built(tmp_path / "model", new_tokens=[THINK, TOOL])
+    adapters.inject(model, adapter, 0)
+    assert adapters.is_tuned(model.lm_head)
+    assert hasattr(model.get_input_embeddings(), "token_adapter")
+    adapters.merge(model)
+
+
+def test_a_head_that_cannot_learn_the_new_tokens_is_refused(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", tie_word_embeddings=False)
+    ends = {"targets": ["q_proj"], "more": {"x": {"targets": ["embed_tokens"]}}}
+    for options in ({"targets": ["q_proj", "embed_tokens"]}, ends):
+        with pytest.raises(ModelError, match="name lm_head in adapter.targets, too"):
+            resolved(tmp_path / "model", **options)
+    assert resolved(tmp_path / "model", targets=["embed_tokens", "lm_head"]).trainable_tokens == ()
+
+
 def test_sizes_count_the_rows(tmp_path: Path) -> None:
     save_model(tmp_path / "model", tie_word_embeddings=False)
     keys = described(tmp_path / "model", new_tokens=[THINK])
