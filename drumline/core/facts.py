@@ -38,6 +38,10 @@ class Weight(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def is_of_linear_layer(self) -> bool:
+        return bool(self.owners) and self.owners[-1] in LINEAR
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -147,7 +151,7 @@ def packs(shape: tuple[int, ...]) -> bool:
 
 
 def is_packed(weight: Weight) -> bool:
-    return not weight.trainable and weight.place == "block" and weight.owners[-1:] in {(name,) for name in LINEAR} and packs(weight.shape)
+    return not weight.trainable and weight.place == "block" and weight.is_of_linear_layer and packs(weight.shape)
 
 
 @lru_cache(maxsize=64)

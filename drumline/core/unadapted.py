@@ -8,11 +8,12 @@ of an adapter.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from drumline.core.config import Adapter, LoRAConfig
 from drumline.core.explain import count
-from drumline.core.facts import LINEAR, ModelFacts, Weight, is_packed
+from drumline.core.facts import ModelFacts, Weight, is_packed
 
 # A group below this share of all weights would be shown as 0%. Short convolutions are.
 SMALLEST_SHARE = 0.005
@@ -37,6 +38,14 @@ class Unadapted(NamedTuple):
         return self.parameters / self.total
 
 
+@dataclass
+class _Group:
+    """Weights of one kind that lack the same: names inside their blocks, and parameters of all."""
+
+    names: list[str] = field(default_factory=list)
+    parameters: int = 0
+
+
 def find_unadapted(facts: ModelFacts, adapter: Adapter) -> list[Unadapted]:
     """Return the large matrices of the blocks that lack an adapter or packing, the largest first.
 
@@ -46,8 +55,7 @@ def find_unadapted(facts: ModelFacts, adapter: Adapter) -> list[Unadapted]:
     """
     if not isinstance(adapter, LoRAConfig):
         return []
-    names: dict[tuple[str, bool, bool], list[str]] = {}
-    parameters: dict[tuple[str, bool, bool], int] = {}
+    groups: dict[tuple[str, bool, bool], _Group] = {}
     for block, number in facts.kinds_of_blocks:
         for weight in block:
             if weight.trainable or not _is_multiplied(weight):
@@ -55,17 +63,19 @@ def find_unadapted(facts: ModelFacts, adapter: Adapter) -> list[Unadapted]:
             lacks_adapter = adapter.targets == "all-linear" and ".base_layer." not in weight.name
             lacks_packing = adapter.quantize != "none" and not is_packed(weight)
             if lacks_adapter or lacks_packing:
-                group = (_kind(weight), lacks_adapter, lacks_packing)
+                # `all-linear` adapts every linear layer but those of a vision tower.
+                kind = _kind(weight, lacks_adapter and facts.vision_language)
+                group = groups.setdefault((kind, lacks_adapter, lacks_packing), _Group())
                 name = weight.name.removesuffix(".weight").removesuffix(".base_layer")
-                names.setdefault(group, []).append(name)
-                parameters[group] = parameters.get(group, 0) + number * weight.numel
+                group.names.append(name)
+                group.parameters += number * weight.numel
     total = facts.parameters - _parameters_of_factors(facts)
     found = []
-    for (kind, lacks_adapter, lacks_packing), size in parameters.items():
-        shown = tuple(dict.fromkeys(names[kind, lacks_adapter, lacks_packing]))
-        found.append(Unadapted(kind, shown, size, total, lacks_adapter, lacks_packing))
-    large = [group for group in found if group.share >= SMALLEST_SHARE]
-    return sorted(large, key=lambda group: -group.parameters)
+    for (kind, lacks_adapter, lacks_packing), group in groups.items():
+        names = tuple(dict.fromkeys(group.names))
+        found.append(Unadapted(kind, names, group.parameters, total, lacks_adapter, lacks_packing))
+    large = [unadapted for unadapted in found if unadapted.share >= SMALLEST_SHARE]
+    return sorted(large, key=lambda unadapted: -unadapted.parameters)
 
 
 def describe_unadapted(found: Sequence[Unadapted]) -> list[str]:
@@ -95,15 +105,15 @@ def _is_multiplied(weight: Weight) -> bool:
     return dimensions >= 2 and owner != "Embedding" and "Router" not in owner
 
 
-def _kind(weight: Weight) -> str:
+def _kind(weight: Weight, is_of_tower: bool) -> str:
     """Name a weight's layer in words that a user knows.
 
-    A linear layer that `all-linear` passes over is one of a vision tower.
+    `is_of_tower`: of a vision tower, if it is a linear layer.
     """
     if weight.style == "experts" or "expert" in weight.name:
         return "experts"
-    if weight.owners[-1:] in {(name,) for name in LINEAR}:
-        return "linear layers" if ".base_layer." in weight.name else "layers of the vision tower"
+    if weight.is_of_linear_layer:
+        return "layers of the vision tower" if is_of_tower else "linear layers"
     return "weights of other layers"
 
 

@@ -32,7 +32,12 @@ from drumline.models.classes import LM, auto_class, is_vision_language, reads_im
 from drumline.models.files import OnProgress, beside, find_file, quiet, tokenizer_folder, weights_digest
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config
-from drumline.models.rounding import ROUNDED_BITS, largest_difference, rounding_limit
+from drumline.models.rounding import (
+    ROUNDED_BITS,
+    largest_difference,
+    product_bits_of,
+    rounding_limit,
+)
 from drumline.models.scores import VALUE, grey_image
 from drumline.models.shards import canonical_tensors
 from drumline.models.small import probe
@@ -235,7 +240,8 @@ def _merge(model: Any, plan: Plan, checkpoint: Path) -> None:
     measured in fp32, since an fp64 copy of an 8B model would take 64 GB.
     """
     trained = _logits(model, plan)
-    limit = rounding_limit(lambda: _logits(model, plan), trained, model.parameters())
+    bits = product_bits_of(model)
+    limit = rounding_limit(lambda: _logits(model, plan), trained, model.parameters(), bits)
     adapters.merge(model)
     difference = largest_difference(_logits(model, plan), trained)
     if not difference <= limit:
@@ -385,7 +391,8 @@ def _require_read_back(model: Any, expected: torch.Tensor, plan: Plan, folder: P
     if torch.equal(again, expected):
         return 0.0
     difference = largest_difference(again, expected)
-    limit = rounding_limit(lambda: _logits(model, plan), again, model.parameters())
+    bits = product_bits_of(model)
+    limit = rounding_limit(lambda: _logits(model, plan), again, model.parameters(), bits)
     if not difference <= limit:
         what = f"the folder does not read back as the same model: logits differ by {difference:g}"
         what += f", where rounding gives {limit:g} at most"

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 DRAWS = 3
 MARGIN = 4  # the largest of a few random distances may be smaller than the next one
@@ -21,6 +22,8 @@ PATTERN_ENTRIES = 2**16
 # Low bits of an fp32 number within which rounding to a narrower type moves it: half a unit in the
 # last place of 8 and of 11 bits.
 ROUNDED_BITS = {"bf16": 15, "fp16": 12}
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 Bits = Callable[[torch.Tensor], int]
 
@@ -36,20 +39,27 @@ def largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return difference if math.isfinite(difference) else math.inf
 
 
-def product_bits(weight: torch.Tensor) -> int:
+def product_bits_of(model: nn.Module) -> Bits:
+    """Return `product_bits` for the weights of a model: its layers tell which are convolutions."""
+    filters = {id(layer.weight) for layer in model.modules() if isinstance(layer, CONVOLUTIONS)}
+    return lambda weight: product_bits(weight, id(weight) in filters)
+
+
+def product_bits(weight: torch.Tensor, is_convolution: bool = False) -> int:
     """Return within how many low bits of an fp32 weight the rounding of its product in fp32 lies.
 
     A sum of n products is off by about √n units of roundoff, in whatever order it is added up
     (Higham and Mary, 2019, "A new approach to probabilistic rounding error analysis"), and a unit
     in the last place of a weight is two of these. Vectors are added or multiplied entry by entry:
-    n is 1. A convolution sums over all but its first dimension, other weights over their last.
+    n is 1. A convolution sums over all but its first dimension, other weights over their last: of
+    three dimensions the first may be the number of an expert.
     """
     if weight.ndim < 2:
         terms = 1
-    elif weight.ndim < 4:
-        terms = weight.shape[-1]
-    else:
+    elif is_convolution:
         terms = weight[0].numel()
+    else:
+        terms = weight.shape[-1]
     return 1 + math.ceil(math.log2(terms) / 2)
 
 
@@ -57,18 +67,21 @@ def rounding_limit(
     outputs: Callable[[], torch.Tensor],
     expected: torch.Tensor,
     weights: Iterable[torch.Tensor],
-    bits: Bits = product_bits,
+    bits: Bits,
 ) -> float:
     """Return by how much outputs of any shape may differ from `expected` through rounding alone.
 
     `outputs` is called DRAWS times while the fp32 tensors among `weights` are moved within their
-    low `bits`. They have their old values again afterwards, to the last bit. No copy of the weights
+    low `bits`: for two products those of `product_bits_of` the model. They have their old values again afterwards, to the last bit. No copy of the weights
     is made.
     """
-    moved = [weight.data for weight in weights if weight.dtype == torch.float32 and weight.numel()]
+    moved = []
+    for weight in weights:
+        if weight.dtype == torch.float32 and weight.numel():
+            moved.append((weight.data, bits(weight)))
     largest = 0.0
     for seed in range(DRAWS):
-        with _moved(moved, bits, seed):
+        with _moved(moved, seed):
             distance = largest_difference(outputs(), expected)
         if math.isfinite(distance):  # a model whose outputs are not finite equals no other
             largest = max(largest, distance)
@@ -76,22 +89,23 @@ def rounding_limit(
 
 
 @contextmanager
-def _moved(weights: list[torch.Tensor], bits: Bits, seed: int) -> Iterator[None]:
+def _moved(weights: list[tuple[torch.Tensor, int]], seed: int) -> Iterator[None]:
     """Within, the low bits of weights are others: exclusive or with random ones, which undoes itself."""
-    _flip_low_bits(weights, bits, seed)
+    _flip_low_bits(weights, seed)
     try:
         yield
     finally:
-        _flip_low_bits(weights, bits, seed)
+        _flip_low_bits(weights, seed)
 
 
-def _flip_low_bits(weights: list[torch.Tensor], bits: Bits, seed: int) -> None:
+def _flip_low_bits(weights: list[tuple[torch.Tensor, int]], seed: int) -> None:
+    """`weights`: each with the number of its low bits."""
     generator = torch.Generator().manual_seed(seed)
-    for weight in weights:
+    for weight, low_bits in weights:
         rows: Any = torch.atleast_1d(weight).view(torch.int32)
         rows_at_once = min(len(rows), max(1, PATTERN_ENTRIES * len(rows) // rows.numel()))
         shape = (rows_at_once, *rows.shape[1:])
-        highest = 2 ** bits(weight)
+        highest = 2**low_bits
         drawn = torch.randint(0, highest, shape, dtype=torch.int32, generator=generator)
         pattern = drawn.to(rows.device)
         for start in range(0, len(rows), rows_at_once):

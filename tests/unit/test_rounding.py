@@ -14,7 +14,7 @@ from drumline.errors import DrumlineError
 from drumline.models import adapters
 from drumline.models.build import build_model
 from drumline.models.export import export
-from drumline.models.rounding import largest_difference, rounding_limit
+from drumline.models.rounding import largest_difference, product_bits_of, rounding_limit
 from drumline.models.small import close
 from tests.tiny import tiny_model_dir
 from tests.unit.test_adapters import KINDS, run_of
@@ -52,7 +52,8 @@ def test_a_merge_of_trained_adapters_stays_within_the_limit(folder: Path, kind: 
     model = trained(folder, KINDS[kind])
     before = {name: value.clone() for name, value in model.state_dict().items()}
     expected = logits(model)
-    limit = rounding_limit(lambda: logits(model), expected, model.parameters())
+    bits = product_bits_of(model)
+    limit = rounding_limit(lambda: logits(model), expected, model.parameters(), bits)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), (
         "the old values, to the last bit"
     )
@@ -149,6 +150,15 @@ def test_a_narrower_type_is_refused_for_its_range_alone(folder: Path, tmp_path: 
     assert export(run, tmp_path / "bf16", "last", dtype="bf16").rounding > 0
     with pytest.raises(DrumlineError, match="fp16 does not hold its weights"):
         export(run, tmp_path / "fp16", "last", dtype="fp16")
+
+
+def test_a_convolution_sums_over_all_but_its_first_dimension() -> None:
+    """Experts have three dimensions as well, and sum over one of them."""
+    layers = torch.nn.ModuleList([torch.nn.Conv1d(80, 384, 3), torch.nn.Linear(240, 8)])
+    experts = torch.nn.Parameter(torch.zeros(4, 16, 240))
+    bits = product_bits_of(layers)
+    assert bits(layers[0].weight) == bits(layers[1].weight) == bits(experts) == 5
+    assert bits(layers[0].bias) == 1
 
 
 def test_trials_allow_for_the_order_of_a_long_sum() -> None:

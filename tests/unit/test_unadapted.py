@@ -68,6 +68,8 @@ def test_a_dense_model_has_no_line() -> None:
 def test_linear_layers_that_cannot_be_packed_and_the_vision_tower() -> None:
     (line,) = lines("qwen2", {"quantize": "4bit"}, hidden_size=36, intermediate_size=60)
     assert line.startswith("QLoRA does not pack the linear layers (self_attn.q_proj, ")
+    (line,) = lines("qwen2", {"quantize": "4bit", "targets": ["q_proj"]}, intermediate_size=60)
+    assert line.startswith("QLoRA does not pack the linear layers (mlp."), "there is no tower"
     vision = {
         "depth": 2,
         "hidden_size": 32,
