@@ -191,7 +191,7 @@ def _make_room(base: Any, adapter: Path, tokenizer: Any) -> None:
             rows = rows_in_training
     stored = base.get_input_embeddings().weight.shape[0]
     if rows > stored:
-        grow_whole(base, Growth(stored, rows, known=stored))
+        grow_whole(base, Growth(stored, rows, trained_rows=stored))
 
 
 def _pretrained(source: str, model: ModelConfig) -> Any:

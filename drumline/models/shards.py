@@ -30,7 +30,7 @@ from drumline.errors import ModelError
 from drumline.models import adapters
 from drumline.models.blocks import whole_layer
 from drumline.models.files import find_file
-from drumline.models.vocabulary import GrownRows, Growth, by_token
+from drumline.models.vocabulary import GrownRows, Growth, vocabulary_parameter_ids
 from drumline.vendor.torch import compute_local_shape_and_global_offset
 
 Init = Callable[[nn.Module], None]
@@ -182,7 +182,9 @@ def from_files(
     stored = _renamed(model, _stored(path, source))
     places: dict[str, Stored] = {}
     grown = set[str]()
-    tensors_by_token = by_token(model) if growth is not None and growth.changes_rows else set()
+    tensors_by_token = set[int]()
+    if growth is not None and growth.changes_rows:
+        tensors_by_token = vocabulary_parameter_ids(model)
     for names in aliases(model):
         found = [stored[name] for name in names if name in stored]
         tensor = model.get_parameter_or_buffer(names[0])

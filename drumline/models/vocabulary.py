@@ -1,4 +1,4 @@
-"""New tokens: how many rows embedding and head need for them, and what these rows begin as.
+"""How the rows of embedding and head differ from those in the model's files.
 
 The rows of a model's files stay as they are. Rows that are added begin at a mean of rows in the
 files. So do rows of `model.new_tokens` that were in the files, but that no token used. Each rank
@@ -28,17 +28,17 @@ class Growth:
 
     `stored`: rows in the files.
     `rows`: rows of the model, `stored` or more.
-    `known`: the first rows in the files, those of tokens; rows behind them are padding.
-    `starts`: id of a new token → ids of the tokens of its text, whose mean its row begins at; no ids
-    for the mean of all known rows.
-    `had`: those of `model.new_tokens` that the tokenizer had already.
+    `trained_rows`: the first rows in the files, those of tokens; rows behind them are padding.
+    `initial_tokens`: id of a new token → ids of the tokens of its text, whose mean its row begins
+    at; no ids for the mean of all trained rows.
+    `already_known`: those of `model.new_tokens` that have a row in the files.
     """
 
     stored: int
     rows: int
-    known: int
-    starts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    had: tuple[str, ...] = ()
+    trained_rows: int
+    initial_tokens: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    already_known: tuple[str, ...] = ()
 
     @property
     def added(self) -> int:
@@ -47,37 +47,50 @@ class Growth:
     @property
     def reused(self) -> int:
         """New tokens that take rows of the files."""
-        return sum(number < self.stored for number in self.starts)
+        return sum(number < self.stored for number in self.initial_tokens)
 
     @property
     def changes_rows(self) -> bool:
         """Whether the model's rows are other ones than those of its files."""
-        return self.added > 0 or bool(self.starts)
+        return self.added > 0 or bool(self.initial_tokens)
 
 
 def growth_of(config: Any, path: str | None, model: ModelConfig) -> Growth | None:
     """Return the rows that the model at `path` gets for `model.new_tokens` and `model.tokenizer`.
 
     None where it asks for neither. `config`: as the model's files and `model.config` have it.
-    Raises ModelError for new tokens of a model without a vocabulary, and for a text without known
-    tokens.
+    Raises ModelError for new tokens of a model without a vocabulary, and for a text that has no
+    tokens, or a token without a row.
     """
-    if not model.new_tokens and model.tokenizer is None:
+    if not model.may_grow:
         return None
-    stored = getattr(config.get_text_config(), "vocab_size", None)
-    if not isinstance(stored, int):
+    stored = stored_rows(config)
+    if stored is None:
         if model.new_tokens:
             raise ModelError("this model has no vocabulary", where=WHERE, fix="take it out")
         return None
     tokenizer = read_tokenizer(path, model)
-    known = min(stored, len(tokenizer))
+    trained_rows = min(stored, len(tokenizer))
     before = tokenizer.get_vocab()
-    texts = {new.token: _ids_of(tokenizer, new.text, known) for new in model.new_tokens}
+    texts = {new.token: _ids_of(tokenizer, new.text, trained_rows) for new in model.new_tokens}
     ids = add_new_tokens(tokenizer, model)
-    starts = {ids[token]: text for token, text in texts.items() if token not in before}
-    had = tuple(token for token in texts if token in before)
+    initial_tokens = {}
+    already_known = []
+    for token, text in texts.items():
+        # A tokenizer may have a token already that the files have no row for.
+        if token in before and ids[token] < stored:
+            already_known.append(token)
+        else:
+            initial_tokens[ids[token]] = text
     needed = max([len(tokenizer), *(number + 1 for number in ids.values())])
-    return Growth(stored, model.rows_for(needed, stored), known, starts, had)
+    rows = model.rows_for(needed, stored)
+    return Growth(stored, rows, trained_rows, initial_tokens, tuple(already_known))
+
+
+def stored_rows(config: Any) -> int | None:
+    """Return the rows of the embedding that a config describes; None without a vocabulary."""
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    return size if isinstance(size, int) else None
 
 
 def set_rows(config: Any, rows: int) -> None:
@@ -89,17 +102,18 @@ def set_rows(config: Any, rows: int) -> None:
     text.vocab_size = rows
 
 
-def _ids_of(tokenizer: Any, text: str, known: int) -> tuple[int, ...]:
-    """The ids of the text that a new token's row begins with; none for an empty one."""
+def _ids_of(tokenizer: Any, text: str, trained_rows: int) -> tuple[int, ...]:
+    """Return the ids of the text that a new token's row begins with; none for an empty one."""
     if not text:
         return ()
+    fix = "describe the token in other words"
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if not ids or max(ids) >= known:
-        raise ModelError(
-            f"the text {text!r} has no tokens that the model knows",
-            where=WHERE,
-            fix="describe the token in other words",
-        )
+    if not ids:
+        raise ModelError(f"the text {text!r} has no tokens", where=WHERE, fix=fix)
+    if max(ids) >= trained_rows:
+        token = tokenizer.convert_ids_to_tokens(max(ids))
+        what = f"the text {text!r} has the token {token!r}, which the model has no row for"
+        raise ModelError(what, where=WHERE, fix=fix)
     return ids
 
 
@@ -119,13 +133,13 @@ class GrownRows:
             part[:kept].copy_(self._read(rows.start, stop, columns))
         if stop < rows.stop:
             part[kept:].copy_(self._mean[tuple(columns)].expand_as(part[kept:]))
-        for row in self.growth.starts:
+        for row in self.growth.initial_tokens:
             if rows.start <= row < rows.stop:
-                part[row - rows.start].copy_(self._first(row)[tuple(columns)])
+                part[row - rows.start].copy_(self._initial_row(row)[tuple(columns)])
 
-    def _first(self, row: int) -> torch.Tensor:
+    def _initial_row(self, row: int) -> torch.Tensor:
         """What a new row begins as, fp32[D] (of a bias fp32[])."""
-        ids = self.growth.starts.get(row, ())
+        ids = self.growth.initial_tokens.get(row, ())
         if not ids:
             return self._mean
         found = [self._read(number, number + 1) for number in ids]
@@ -133,19 +147,20 @@ class GrownRows:
 
     @cached_property
     def _mean(self) -> torch.Tensor:
-        """The mean of all known rows, summed in fp64 in the same order on every rank."""
-        known = self.growth.known
+        """The mean of all trained rows, summed in fp64 in the same order on every rank."""
+        trained_rows = self.growth.trained_rows
         total = torch.zeros((), dtype=torch.float64)
-        for start in range(0, known, BLOCK):
-            total = total + self._read(start, min(start + BLOCK, known)).double().sum(0)
-        return (total / known).float()
+        for start in range(0, trained_rows, BLOCK):
+            stop = min(start + BLOCK, trained_rows)
+            total = total + self._read(start, stop).double().sum(0)
+        return (total / trained_rows).float()
 
     def _read(self, start: int, stop: int, columns: Any = ()) -> torch.Tensor:
         part: torch.Tensor = self.stored[(slice(start, stop), *columns)]
         return part
 
 
-def by_token(model: Any) -> set[int]:
+def vocabulary_parameter_ids(model: Any) -> set[int]:
     """Return Python's ids of the parameters with a row for each token: of embedding and head."""
     layers = [model.get_input_embeddings(), model.get_output_embeddings()]
     found = [parameter for layer in layers if layer is not None for parameter in layer.parameters()]
@@ -154,7 +169,8 @@ def by_token(model: Any) -> set[int]:
 
 def grow_whole(model: Any, growth: Growth) -> None:
     """Give a whole model in memory, which has the rows of its files, those of `growth`."""
-    stored = {name: model.get_parameter(name).detach().clone() for name in _names_by_token(model)}
+    names = _vocabulary_parameter_names(model)
+    stored = {name: model.get_parameter(name).detach().clone() for name in names}
     if growth.added:
         model.resize_token_embeddings(growth.rows, mean_resizing=False)
     with torch.no_grad():
@@ -163,6 +179,6 @@ def grow_whole(model: Any, growth: Growth) -> None:
             GrownRows(before, growth).copy_to(after, tuple(slice(0, size) for size in after.shape))
 
 
-def _names_by_token(model: Any) -> list[str]:
-    ids = by_token(model)
+def _vocabulary_parameter_names(model: Any) -> list[str]:
+    ids = vocabulary_parameter_ids(model)
     return [name for name, parameter in model.named_parameters() if id(parameter) in ids]

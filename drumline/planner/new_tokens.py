@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from typing import Any
 
 from drumline.core.config import Config, LoRAConfig
 from drumline.core.model import ModelConfig
@@ -20,20 +21,33 @@ def shape_of(known: shapes.Known, model: ModelConfig) -> ModelConfig:
     token gets a row of its own.
     """
     found = shapes.with_config(known, model)
-    values = found.config
-    text = values.get("text_config", values)
-    stored = text.get("vocab_size")
-    if not model.may_grow or not isinstance(stored, int):
+    if not model.may_grow:
         return found
-    needed = stored + len(model.new_tokens)
-    if model.tokenizer is not None:
-        from drumline.models.tokenizer import load_tokenizer
+    from drumline.models.load import stored_config
+    from drumline.models.vocabulary import growth_of, stored_rows
 
+    # The values of a known shape leave out what transformers has as a default.
+    config = stored_config(None, found)
+    stored = stored_rows(config)
+    if stored is None:
+        return found
+    rows = model.rows_for(stored + len(model.new_tokens), stored)
+    if model.tokenizer is not None:
         with suppress(ModelError):
-            needed = len(load_tokenizer(None, model))
-    text = {**text, "vocab_size": model.rows_for(needed, stored)}
-    values = {**values, "text_config": text} if "text_config" in values else text
+            growth = growth_of(config, None, model)
+            rows = stored if growth is None else growth.rows
+    values = _with_rows(found.config, rows)
     return found.model_copy(update={"config": values, "new_tokens": (), "tokenizer": None})
+
+
+def _with_rows(values: dict[str, Any], rows: int) -> dict[str, Any]:
+    """Return a config's values with another size of the vocabulary, as `set_rows` sets it."""
+    changed = dict(values)
+    if "text_config" in values:
+        changed["text_config"] = {**values["text_config"], "vocab_size": rows}
+    if "text_config" not in values or "vocab_size" in values:
+        changed["vocab_size"] = rows
+    return changed
 
 
 def with_new_rows(config: Config, policy: Found) -> Config:
@@ -74,10 +88,12 @@ def rows_notes(config: Config, policy: Found) -> list[str]:
         )
     if growth.added:
         lines.append(f"new tokens: the embedding grows by {growth.added:,} rows to {growth.rows:,}")
-    if growth.had:
-        lines.append(
-            f"new tokens: the tokenizer has {growth.had[0]!r} already, and its row stays as it is"
-        )
+    if growth.already_known:
+        names = ", ".join(repr(token) for token in growth.already_known)
+        its_row_stays = "its row stays as it is"
+        if len(growth.already_known) > 1:
+            its_row_stays = "their rows stay as they are"
+        lines.append(f"new tokens: the tokenizer has {names} already, and {its_row_stays}")
     rollout = config.algorithm.rollout
     generator = None if rollout is None else rollout.generator
     if (

@@ -314,6 +314,36 @@ def test_sizes_count_the_rows(tmp_path: Path) -> None:
     assert grown.parameters - plain.parameters == 2 * 64 * 32
 
 
+def test_tokens_of_a_larger_tokenizer_begin_at_their_texts(tmp_path: Path) -> None:
+    """The tokenizer has them, and the files have no rows for them."""
+    before = save_model(tmp_path / "model")
+    larger = tiny_tokenizer(TOKENS)
+    larger.add_tokens([THINK])
+    larger.save_pretrained(tmp_path / "larger")
+    keys = {"tokenizer": str(tmp_path / "larger"), "vocabulary_multiple": 1}
+    model = built(tmp_path / "model", new_tokens={THINK: "Paris", "one": "", "two": ""}, **keys)
+    ids = load_tokenizer(str(tmp_path / "model"), described(tmp_path / "model"))("Paris")
+    old, new = before.model.embed_tokens.weight, model.model.embed_tokens.weight
+    torch.testing.assert_close(new[TOKENS], old[ids["input_ids"]].mean(0))
+    config = load_text("{data: {train: [{kind: digits}]}}", [])
+    known = [THINK, "<|im_start|>", "<|im_end|>"]
+    found = Found(described(tmp_path / "model", new_tokens=known, **keys), str(tmp_path / "model"))
+    assert rows_notes(config, found) == [
+        "new tokens: the embedding grows by 1 rows to 321",
+        "new tokens: the tokenizer has '<|im_start|>', '<|im_end|>' already, and their rows stay as they are",
+    ]
+    with pytest.raises(ModelError, match=f"has the token '{THINK}', which the model has no row"):
+        built(tmp_path / "model", new_tokens={TOOL: f"Paris {THINK}"}, **keys)
+
+
+def test_a_known_shape_grows_from_the_size_that_its_class_has() -> None:
+    """The values of GPT-2 name none."""
+    keys = {"id": "gpt2", "new_tokens": [THINK], "vocabulary_multiple": 1}
+    found = find_model(ModelConfig.model_validate(keys), lambda *_: None)
+    assert found.path is None, "a test knows no GPT-2 on this machine"
+    assert sizes_of(found, 64, "lm").vocab_size == 50_258
+
+
 def test_sizes_of_a_known_shape_count_the_rows() -> None:
     """Of a model whose tokenizer is not here each new token has a row of its own."""
     plain, grown = (
