@@ -55,50 +55,92 @@ def target_names(model: Any, adapter: LoRAFactors, trained: Iterable[str] = ()) 
     `trained`: names of parameters that are trained whole, whose layers get no adapter.
     Raises ModelError if a target names no layer.
     """
+    is_named = isinstance(adapter.targets, list)
+    candidates = _linear_layers(model, with_tower=is_named)
+    all_layers = candidates | _ends_of_vocabulary(model)
+    # Of tied weights `trained` has the first name.
+    first_name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    trained_whole = set(trained)
+    candidates = {
+        name: layer
+        for name, layer in candidates.items()
+        if first_name_of.get(id(layer.weight)) not in trained_whole
+    }
+    if not candidates:
+        what = f"{type(model).__name__} has no linear layers in its blocks"
+        raise ModelError(what, where=WHERE, fix="use adapter=none for this model")
+    if adapter.targets == "all-linear":
+        return list(candidates)
+    if adapter.targets == "attention":
+        return _layers_of_attention(model, candidates)
+    for name, layer in _ends_of_vocabulary(model).items():
+        if first_name_of.get(id(layer.weight)) not in trained_whole:
+            candidates[name] = layer
+    return _layers_by_endings(model, adapter.targets, candidates, all_layers)
+
+
+def _linear_layers(model: Any, with_tower: bool) -> dict[str, Any]:
+    """Return name → linear layer (also GPT-2's Conv1D) of the blocks.
+
+    Of a model that declares no blocks: of all of it but its head. `with_tower`: also those of a
+    vision tower, which as usual get no adapters unless a user names them.
+    """
     from drumline.vendor.transformers import Conv1D
 
-    # Linear layers (also GPT-2's Conv1D) of the blocks; of the whole model but its head if it declares no blocks.
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    inner = {id(module) for block in blocks(model) or [model] for module in block.modules()} - {id(head)}
-    linear = {name: module for name, module in model.named_modules() if id(module) in inner and isinstance(module, nn.Linear | Conv1D)}
-    all_layers = linear | _ends_of_vocabulary(model)
-    # Of tied weights `trained` has the first name.
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    whole = set(trained)
-    linear = {
-        name: layer for name, layer in linear.items() if first.get(id(layer.weight)) not in whole
-    }
-    if not isinstance(adapter.targets, list) and getattr(model.config, "vision_config", None) is not None:
-        # As usual for these models the vision tower gets no adapters, unless its layers are named.
-        language = {id(module) for module in model.get_decoder().modules()}
-        linear = {name: layer for name, layer in linear.items() if id(layer) in language}
-    if not linear:
-        raise ModelError(f"{type(model).__name__} has no linear layers in its blocks", where=WHERE, fix="use adapter=none for this model")
-    if adapter.targets == "all-linear":
-        return list(linear)
-    if isinstance(adapter.targets, list):
-        for name, layer in _ends_of_vocabulary(model).items():
-            if first.get(id(layer.weight)) not in whole:
-                linear[name] = layer
-    own = sorted({name.rpartition(".")[2] for name in linear})
-    offer = f"there are {', '.join(own)}"
-    if adapter.targets == "attention":
-        within = [name for name, module in model.named_modules() if "attention" in type(module).__name__.lower()]
-        chosen = [name for name in linear if any(name.startswith(f"{outer}.") for outer in within)]
-        if not chosen:
-            raise ModelError(f"{type(model).__name__} has no linear layers in an attention", where=WHERE, fix=offer)
-        return chosen
-    for ending in adapter.targets:
-        if not any(_ends(name, ending) for name in linear):
-            if any(_ends(name, ending) for name in all_layers):
-                what = f"the weight of {ending} is trained whole, and gets no adapter"
-                fix = f"take {ending} out here, or its weight out of adapter.modules_to_save"
-                raise ModelError(what, where=WHERE, fix=fix)
-            guess = nearest(ending, own)
-            what = f"no layer of {type(model).__name__} that can get an adapter is named {ending!r}"
-            raise ModelError(what, where=WHERE, fix=f"did you mean {guess}?" if guess else offer)
-    named = {name for name in linear if any(_ends(name, ending) for ending in adapter.targets)}
-    return [name for name, _ in model.named_modules() if name in named]
+    inside = set()
+    for block in blocks(model) or [model]:
+        inside |= {id(module) for module in block.modules()}
+    inside.discard(id(head))
+    if not with_tower and getattr(model.config, "vision_config", None) is not None:
+        inside &= {id(module) for module in model.get_decoder().modules()}
+    found = {}
+    for name, module in model.named_modules():
+        if id(module) in inside and isinstance(module, nn.Linear | Conv1D):
+            found[name] = module
+    return found
+
+
+def _last_names(names: Iterable[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _layers_of_attention(model: Any, candidates: Collection[str]) -> list[str]:
+    """Return the names of candidates inside modules whose class is named an attention."""
+    outer_names = []
+    for name, module in model.named_modules():
+        if "attention" in type(module).__name__.lower():
+            outer_names.append(f"{name}.")
+    chosen = [name for name in candidates if name.startswith(tuple(outer_names))]
+    if not chosen:
+        what = f"{type(model).__name__} has no linear layers in an attention"
+        offer = f"there are {', '.join(_last_names(candidates))}"
+        raise ModelError(what, where=WHERE, fix=offer)
+    return chosen
+
+
+def _layers_by_endings(
+    model: Any, endings: Sequence[str], candidates: Collection[str], all_layers: Collection[str]
+) -> list[str]:
+    """Return the names of candidates with one of the endings, in the model's order.
+
+    `all_layers`: candidates, and layers that are trained whole. Raises ModelError for an ending of
+    no candidate's.
+    """
+    for ending in endings:
+        if any(_ends(name, ending) for name in candidates):
+            continue
+        if any(_ends(name, ending) for name in all_layers):
+            what = f"the weight of {ending} is trained whole, and gets no adapter"
+            fix = f"take {ending} out here, or its weight out of adapter.modules_to_save"
+            raise ModelError(what, where=WHERE, fix=fix)
+        last_names = _last_names(candidates)
+        guess = nearest(ending, last_names)
+        what = f"no layer of {type(model).__name__} that can get an adapter is named {ending!r}"
+        fix = f"did you mean {guess}?" if guess else f"there are {', '.join(last_names)}"
+        raise ModelError(what, where=WHERE, fix=fix)
+    chosen = {name for name in candidates if any(_ends(name, ending) for ending in endings)}
+    return [name for name, _ in model.named_modules() if name in chosen]
 
 
 def find_targets(model: Any, adapter: LoRAConfig) -> tuple[dict[str, list[str]], set[str]]:

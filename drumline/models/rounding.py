@@ -72,8 +72,8 @@ def rounding_limit(
     """Return by how much outputs of any shape may differ from `expected` through rounding alone.
 
     `outputs` is called DRAWS times while the fp32 tensors among `weights` are moved within their
-    low `bits`: for two products those of `product_bits_of` the model. They have their old values again afterwards, to the last bit. No copy of the weights
-    is made.
+    low `bits`: for two products those of `product_bits_of` the model. They have their old values
+    again afterwards, to the last bit. No copy of the weights is made.
     """
     moved = []
     for weight in weights:

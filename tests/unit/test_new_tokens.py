@@ -298,7 +298,7 @@ def test_a_head_that_cannot_learn_the_new_tokens_is_refused(tmp_path: Path) -> N
     save_model(tmp_path / "model", tie_word_embeddings=False)
     ends = {"targets": ["q_proj"], "more": {"x": {"targets": ["embed_tokens"]}}}
     for options in ({"targets": ["q_proj", "embed_tokens"]}, ends):
-        with pytest.raises(ModelError, match="name lm_head in adapter.targets, too"):
+        with pytest.raises(ModelError, match=r"name lm_head in adapter\.targets, too"):
             resolved(tmp_path / "model", **options)
     assert resolved(tmp_path / "model", targets=["embed_tokens", "lm_head"]).trainable_tokens == ()
 
