@@ -23,14 +23,14 @@ from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
 from tests.distributed.rows import CUT, TOLERANCE
 from tests.harness import events, write_config
-from tests.tiny import tiny_model_dir
+from tests.tiny import tiny_architecture_dir, tiny_model_dir
 
 pytestmark = pytest.mark.timeout(900)
 
 # Words of the rows, so that the new rows are read, and learned as targets.
 NEW: Any = {"drum": "", "rank": "one two", "<think>": ""}
 # All weights of a model whose head is tied; adapters over one whose head is not, and over one whose
-# head is.
+# head is; QLoRA; a mixture of experts, all weights and adapters.
 LORA = {
     "model": {"new_tokens": [*NEW]},
     "adapter": {"kind": "lora", "r": 4, "targets": "attention"},
@@ -39,6 +39,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "all": {"model": {"new_tokens": NEW}},
     "lora": LORA,
     "lora tied": LORA,
+    "4bit": {**LORA, "adapter": {**LORA["adapter"], "quantize": "4bit"}},
+    "experts": {"model": {"new_tokens": NEW}},
+    "experts lora": LORA,
 }
 SPREADS: dict[str, tuple[int, Any]] = {
     "single": (1, "single"),
@@ -48,16 +51,24 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "cp 2": (2, "cp"),
     "pp 2": (2, "pp"),
     "zero3 2": (2, CUT),
+    "ep 2": (2, {"kind": "ddp", "ep": 2}),
 }
 OFTEN = {("all", "fsdp2 2"), ("all", "tp 2"), ("lora", "fsdp2 2")}
 REFUSED = {("lora", "tp 2"), ("lora tied", "tp 2")}
+# Kinds with spreads of their own. Each other kind has every spread of a dense model.
+SPREADS_OF = {
+    "4bit": ("ddp 2", "fsdp2 2"),
+    "experts": ("ep 2",),
+    "experts lora": ("ep 2",),
+}
+DENSE = tuple(name for name in SPREADS if name not in ("single", "ep 2"))
 PAIRS = [
     pytest.param(
         kind, name, id=f"{kind}-{name}", marks=[] if (kind, name) in OFTEN else pytest.mark.full
     )
     for kind in KINDS
-    for name in SPREADS
-    if name != "single" and (kind, name) not in REFUSED
+    for name in SPREADS_OF.get(kind, DENSE)
+    if (kind, name) not in REFUSED
 ]
 MOVES = [("all", "tp 2", "single"), ("lora", "fsdp2 2", "single")]
 
@@ -125,7 +136,10 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     whole += [("all", "single"), ("lora", "single")]  # the tests without parameters read these
     root = tmp_path_factory.mktemp("tokens")
     for kind in {kind for kind, _ in whole}:
-        tiny_model_dir(root / kind, hidden=64)
+        if kind.startswith("experts"):
+            tiny_architecture_dir(root / kind, "qwen3_moe")
+        else:
+            tiny_model_dir(root / kind, hidden=64)
     if (root / "lora").exists():
         untie(root / "lora")
     for each in dict.fromkeys(map(group, SPREADS)):
