@@ -566,7 +566,7 @@ def _require_ends(model: Any, adapter: LoRAConfig, names: dict[str, list[str]]) 
     `names`: the layers of each adapter.
     """
     ends = _ends_of_vocabulary(model)
-    is_tied = is_head_tied(model)
+    is_tied = bool(ends) and is_head_tied(model)
     for adapter_name, chosen in names.items():
         key = "adapter.targets" if adapter_name == NAME else f"adapter.more.{adapter_name}.targets"
         for name in chosen:

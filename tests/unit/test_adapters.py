@@ -310,6 +310,9 @@ def test_kinds_change_nothing_at_first_and_are_exported_as_they_were_trained(fol
     export(run, tmp_path / "apart", "last", adapter=True)
     again = adapters.read_over(build_model(str(folder), ModelConfig(id=str(folder)), 0), tmp_path / "apart")
     torch.testing.assert_close(again(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
+    plain = adapters.merge_read(again).eval()
+    assert not any("base_layer" in name or "original_module" in name for name, _ in plain.named_modules())
+    torch.testing.assert_close(plain(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
     assert "pissa" not in (tmp_path / "apart" / "adapter_config.json").read_text()
     if options.more:
         again = adapters.read_over(build_model(str(folder), ModelConfig(id=str(folder)), 0), tmp_path / "apart", all_of_them=False)
