@@ -87,6 +87,10 @@ class JudgedSpec(ChunkedSpec):
     def forms(self) -> Forms:
         return JUDGED_FORMS
 
+    def cache_parts(self) -> dict[str, Any]:
+        """What the samples have besides their tokens: caches made before have no `prompt`."""
+        return {"meta": ["good", "prompt"]}
+
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.encode import JudgedRows
 
@@ -102,7 +106,7 @@ class JudgedSpec(ChunkedSpec):
     def collator(self, plan: Plan, width: int | None) -> Callable[[Any], Callable[..., Any]]:
         from drumline.data.collators import judged_collator
 
-        return judged_collator(plan, width, has_mismatched=bool(self.extra_forwards))
+        return judged_collator(plan, width, has_mismatched=self.pairs_with_previous)
 
     def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any]:
         return {"prompt": random_text(1), "chosen": random_text(length), "rejected": random_text(length)}
