@@ -164,9 +164,10 @@ def _collate_column(name: str, values: list[Any]) -> Any:
     if any(value is None for value in values):
         raise DataError(f"column {name!r} is null in some rows", where="data", fix=NAME_COLLATE)
     leaves = list(_leaves(values))
-    if all(isinstance(value, list) for value in values):
-        if any(isinstance(leaf, str) for _, leaf in leaves):
-            return values
+    are_lists = all(isinstance(value, list) for value in values)
+    has_texts = any(isinstance(leaf, str) for _, leaf in leaves)
+    if are_lists and has_texts:
+        return values
     if all(isinstance(leaf, int | float) for _, leaf in leaves):
         return _numbers_tensor(name, values, leaves)
     with judged(f"column {name!r} makes no batch", "data", DataError, NAME_COLLATE):
