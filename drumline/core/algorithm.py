@@ -115,6 +115,9 @@ class AlgorithmSpec(Spec):
         needs, ConfigError for settings that mean nothing to it."""
         raise NotImplementedError
 
+    def check_rows(self, train: Any) -> None:
+        """Raises DataError if the algorithm cannot learn from the rows of a token cache. Streams are not checked: nobody knows all rows."""
+
     def classes(self, train: Any, held_out: list[Any]) -> tuple[str, ...]:
         """The classes of the samples in the token caches, in order; none where they have no class. `held_out`: of each evaluation set."""
         return ()

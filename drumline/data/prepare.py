@@ -98,6 +98,8 @@ def _plan(tasks: list[Task]) -> DataPlan:
         folders = {"": tasks[0].holdout_folder}
     held_out = {name: TokenCache.open(folder) for name, folder in folders.items()}
     left = [line for name, cache in held_out.items() for line in left_out(f"eval.{name}".rstrip("."), cache.info)]
+    if train is not None:
+        config.algorithm.check_rows(train)
     sources, key = _sources(config, info), tasks[0].folder.name
     of_stream = DataIdentity(cache=str(tasks[0].folder), content=key, rows=info["rows"], row_set=int(key[:12], 16))
     return DataPlan(

@@ -21,11 +21,11 @@ import torch
 
 from drumline.algorithms.base import LossOut
 from drumline.algorithms.kto.spec import KTOConfig
-from drumline.algorithms.pairs import Answers
+from drumline.algorithms.pairs import JudgedAnswers, answers_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class APOZero(Answers):
+class APOZero(JudgedAnswers):
     """`loss: apo_zero_unpaired`. Losses are summed over the answers of a `JudgedBatch`."""
 
     spec: KTOConfig
@@ -59,10 +59,6 @@ class APOZero(Answers):
         """What scores are compared with: z, an fp64 scalar."""
         return torch.zeros_like(batch.good_B.sum())
 
-    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        answers = max(1.0, sums["good"] + sums["bad"])
-        return {"loss": sums["loss"] / answers, **self.step_metrics(sums)}
-
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Means over the answers of a label, as TRL has them; `margin` is the difference of the two rewards."""
         good = max(1.0, sums["good"])
@@ -70,7 +66,7 @@ class APOZero(Answers):
         reward_chosen = sums["reward_chosen"] / good
         reward_rejected = sums["reward_rejected"] / bad
         return {
-            "kl": sums["kl"] / max(1.0, sums["good"] + sums["bad"]),
+            "kl": sums["kl"] / answers_of(sums),
             "margin": reward_chosen - reward_rejected,
             "reward_chosen": reward_chosen,
             "reward_rejected": reward_rejected,
