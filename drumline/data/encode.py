@@ -123,8 +123,11 @@ class PairRows(AnswerRows):
 
 
 class JudgedRows(AnswerRows):
-    """Encodes an answer that is labelled good or bad as one segment: the prompt, and the answer's tokens, which are the targets. The
-    sample's meta has the label as `good`, and as `prompt` a digest that is the same for answers to the same prompt, however they are cut."""
+    """Encodes an answer that is labelled good or bad as one segment: the prompt, and the answer's tokens, which are the targets.
+
+    The sample's meta has the label as `good`, and in `prompt` a digest of the whole prompt: it is the
+    same for all answers to a prompt, though truncation may cut each of them in another place.
+    """
 
     def encode(self, row: Row) -> Encoded | None:
         is_good = judgement(row.values["label"], row.origin)

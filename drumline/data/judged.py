@@ -120,7 +120,8 @@ def learned_judged(rows: int, length: int) -> JudgedBatch:
     segments = [learned_segment(length)] * rows
     batch = judged_batch(segments, [True] * rows, range(rows), 0, length)
     zeros_B = torch.zeros(rows, dtype=torch.float64)
-    return replace(batch, reference_B=zeros_B, first=First(zeros_B[:, None]))
+    numbers_NK = torch.zeros(rows, 2, dtype=torch.float64)
+    return replace(batch, reference_B=zeros_B, first=First(numbers_NK))
 
 
 def require_both_labels(train: TokenCache) -> None:

@@ -128,6 +128,13 @@ def test_a_first_pass_is_planned(spec: AlgorithmSpec) -> None:
     assert spec.pairs_with_previous == is_kto
 
 
+def test_a_traced_batch_is_one_of_the_objective() -> None:
+    plan: Any = None
+    batch = KTOConfig().traced_batch(plan, 3, 5, 0)
+    outputs = SimpleNamespace(log_probs=lambda targets, _: (torch.zeros(targets.shape), None))
+    assert KTOConfig().build().objective(outputs, batch).sums["good"] == 3
+
+
 def test_where_the_reference_comes_from() -> None:
     def found(algorithm: dict[str, Any], **more: Any) -> str:
         sections = {
