@@ -25,6 +25,7 @@ FIELDS = {
     "model": str, "prompt": list, "n": int, "max_tokens": int, "seed": int, "temperature": float, "top_p": float, "top_k": int,
     "min_p": float, "repetition_penalty": float, "presence_penalty": float, "frequency_penalty": float, "stop": list,
     "stop_token_ids": list, "include_stop_str_in_output": bool, "logprobs": int, "return_tokens_as_token_ids": bool,
+    "allowed_token_ids": list,
 }  # fmt: skip
 
 
@@ -88,11 +89,16 @@ class StubServer(ThreadingHTTPServer):
         while len(tokens) < body["max_tokens"] and not ended:
             with self.lock:
                 logits = self.model(torch.tensor([body["prompt"] + tokens])).logits[:, -1]
-            noisy, _ = sampler.choose(logits, torch.tensor([body["seed"]]), torch.tensor([len(tokens)]))
+            allowed = logits
+            if "allowed_token_ids" in body:  # vLLM masks the others after it has taken raw log-probs
+                mask = torch.full_like(logits, -torch.inf)
+                mask[:, body["allowed_token_ids"]] = 0
+                allowed = logits + mask
+            noisy, _ = sampler.choose(allowed, torch.tensor([body["seed"]]), torch.tensor([len(tokens)]))
             token = int(noisy.argmax())
             kept = logits.float()
             if self.processed:
-                kept = kept / body["temperature"]
+                kept = allowed.float() / body["temperature"]
                 for warper in sampler.warpers:
                     kept = warper(None, kept)
             tokens.append(token)

@@ -27,6 +27,22 @@ class Answers(Referenced):
 
 
 @dataclass(frozen=True, kw_only=True)
+class JudgedAnswers(Answers):
+    """The base of algorithms that learn from answers with a label, one by one.
+
+    `objective` returns the sums `good` and `bad`, the numbers of answers with each label.
+    """
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return {"loss": sums["loss"] / answers_of(sums), **self.step_metrics(sums)}
+
+
+def answers_of(sums: dict[str, float]) -> float:
+    """The number of answers that the sums of a `JudgedAnswers` are of, at least 1."""
+    return max(1.0, sums["good"] + sums["bad"])
+
+
+@dataclass(frozen=True, kw_only=True)
 class AnswerPairs(Answers):
     """The base of algorithms that compare log-probabilities of two answers."""
 

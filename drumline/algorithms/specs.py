@@ -39,6 +39,11 @@ class TextSpec(ChunkedSpec):
         return collate([[learned_segment(length)]] * rows, 0, length)
 
 
+def random_pair(random_text: Callable[[int], str], length: int) -> dict[str, Any]:
+    """A row with two answers of random words, see `AlgorithmSpec.random_row`."""
+    return {"prompt": random_text(1), "chosen": random_text(length), "rejected": random_text(length)}
+
+
 class PairSpec(AlgorithmSpec):
     """Pairs of a chosen and a rejected answer."""
 
@@ -62,7 +67,7 @@ class PairSpec(AlgorithmSpec):
         return pair_collator(plan, width)
 
     def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any]:
-        return {"prompt": random_text(1), "chosen": random_text(length), "rejected": random_text(length)}
+        return random_pair(random_text, length)
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
         from drumline.data.batches import learned_pairs
@@ -87,25 +92,28 @@ class JudgedSpec(ChunkedSpec):
     def forms(self) -> Forms:
         return JUDGED_FORMS
 
+    def cache_parts(self) -> dict[str, Any]:
+        """What the samples have besides their tokens: caches made before have no `prompt`."""
+        return {"meta": ["good", "prompt"]}
+
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.encode import JudgedRows
 
         return JudgedRows(tokenizer, data)
 
-    def classes(self, train: Any, held_out: list[Any]) -> tuple[str, ...]:
-        """None: the labels are no classes that a head would have. Both have to be there."""
+    def check_rows(self, train: Any) -> None:
+        """Raises DataError if all answers have the same label."""
         from drumline.data.judged import require_both_labels
 
         require_both_labels(train)
-        return ()
 
     def collator(self, plan: Plan, width: int | None) -> Callable[[Any], Callable[..., Any]]:
         from drumline.data.collators import judged_collator
 
-        return judged_collator(plan, width, has_mismatched=bool(self.extra_forwards))
+        return judged_collator(plan, width, has_mismatched=self.pairs_with_previous)
 
     def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any]:
-        return {"prompt": random_text(1), "chosen": random_text(length), "rejected": random_text(length)}
+        return random_pair(random_text, length)
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
         from drumline.data.judged import learned_judged

@@ -65,7 +65,6 @@ class AlgorithmSpec(Spec):
     has_answers: ClassVar[bool] = False  # a row is a prompt and the answer to it, which a generated one can be compared with
     writes: ClassVar[bool] = True  # the trained model writes text; otherwise it gives numbers
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"cross_entropy"})
-    pairs_with_previous: ClassVar[bool] = False  # `collator` also gets of each sample the one before it in the global batch
     objective: ClassVar[str] = ""  # module:name of what makes the objective of a spec, for `build`
 
     @property
@@ -77,6 +76,15 @@ class AlgorithmSpec(Spec):
     def head(self) -> Head:
         """The head of the trainable model."""
         return "lm"
+
+    @property
+    def pairs_with_previous(self) -> bool:
+        """Whether `collator` also gets, for each sample, the nearest sample before it with another prompt.
+
+        The samples are those of the global batch, or of the whole evaluation set, around the end. The
+        meta of a cached sample says in `prompt` which prompt it has.
+        """
+        return False
 
     @property
     def samples_in_turn(self) -> int:
@@ -107,6 +115,9 @@ class AlgorithmSpec(Spec):
         needs, ConfigError for settings that mean nothing to it."""
         raise NotImplementedError
 
+    def check_rows(self, train: Any) -> None:
+        """Raises DataError if the algorithm cannot learn from the rows of a token cache. Streams are not checked: nobody knows all rows."""
+
     def classes(self, train: Any, held_out: list[Any]) -> tuple[str, ...]:
         """The classes of the samples in the token caches, in order; none where they have no class. `held_out`: of each evaluation set."""
         return ()
@@ -117,7 +128,8 @@ class AlgorithmSpec(Spec):
 
     def collator(self, plan: Plan, width: int | None) -> Callable[[Any], Callable[..., Any]]:
         """Token cache → sample ids (-1: a filler) → micro-batch, a `data.batches.Batch`. `width`: tokens of all rows; None: as many as
-        the longest has. Where `pairs_with_previous`, the ids of the samples before these come second."""
+        the longest has. Where `pairs_with_previous`, the ids of the samples before these come second, -1 where
+        all samples have the same prompt."""
         raise NotImplementedError
 
     def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.config import BatchConfig, Config
 from drumline.core.mesh import divisors
 from drumline.core.plan import BatchPlan, DataPlan
@@ -36,7 +37,7 @@ def resolve_batch(
         total = _quotient(batch.global_tokens, tokens, what, "batch.global_tokens", "nearest: {}")
     if total is None:
         micro = micro or 1
-        accumulation = accumulation or least_rounds(micro * data_ranks, config.algorithm.samples_in_turn, in_flight)
+        accumulation = accumulation or default_rounds(config.algorithm, micro * data_ranks, in_flight)
         total = micro * accumulation * data_ranks
         why.append(f"global batch follows the devices: {micro} micro-batch × {accumulation} accumulation × {ranks} = {total}")
     elif micro and accumulation:
@@ -57,6 +58,9 @@ def resolve_batch(
             + (f" that leaves {in_flight} micro-batches for the pipeline" if in_flight > 1 else "")
         )
     assert micro and accumulation
+    if total == 1 and config.algorithm.pairs_with_previous:
+        what = "a global batch of 1 sample has no answer to another prompt, which this loss compares with"
+        raise PlanError(what, where="batch", fix="use batch.global_samples=2 or more")
     return BatchPlan(
         global_samples=total,
         micro_batch=micro,
@@ -73,7 +77,7 @@ def batches(config: Config, data_ranks: int, world: int, least: int) -> Iterator
     batch = config.batch
     if batch.global_samples is None and batch.global_tokens is None and not (batch.micro_batch and batch.accumulation):
         total = (batch.micro_batch or 1) * (batch.accumulation or 1) * world
-        total *= least_rounds(total, config.algorithm.samples_in_turn)
+        total *= default_rounds(config.algorithm, total)
         batch = BatchConfig(global_samples=total, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
     first = resolve_batch(config, data_ranks, least, batch)
     if batch.micro_batch or batch.accumulation:
@@ -83,6 +87,13 @@ def batches(config: Config, data_ranks: int, world: int, least: int) -> Iterator
     for micro in divisors(per_rank):
         held_out = config.eval.micro_batch or micro
         yield first.model_copy(update={"micro_batch": micro, "accumulation": per_rank // micro, "eval_micro_batch": held_out})
+
+
+def default_rounds(algorithm: AlgorithmSpec, samples: int, least: int = 1) -> int:
+    """Return how often to take `samples`, `least` times or more, for a global batch that the algorithm accepts."""
+    if samples == 1 and algorithm.pairs_with_previous:
+        least = max(least, 2)
+    return least_rounds(samples, algorithm.samples_in_turn, least)
 
 
 def least_rounds(samples: int, multiple: int, least: int = 1) -> int:

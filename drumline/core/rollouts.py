@@ -199,9 +199,19 @@ class CurriculumConfig(Section):
 class RewardFailureConfig(Section):
     """What is done about rewards that fail over and over: such a run trains nothing, and looks well."""
 
-    share: float = Field(0.5, gt=0, le=1, description="A rollout fails where at least this part of its episodes got no reward.")
+    share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="A rollout fails if the rewards failed for at least this share of the episodes that a reward applies to,"
+        " or if no reward applies to any.",
+    )
     rollouts: int = Field(3, gt=0, le=10_000, description="The action is taken after this many failed rollouts in a row.")
-    action: Literal["stop", "continue"] = Field("stop", description="stop: end the run (exit code 3) with the reasons; continue: go on.")
+    action: Literal["stop", "continue"] = Field(
+        "stop",
+        description="stop: end the run (exit code 3) with the reasons; continue: go on. A run in which no episode got a reward ends with"
+        " exit code 3 at its last rollout in either case.",
+    )
 
 
 def require_room(new: int, max_length: int) -> None:

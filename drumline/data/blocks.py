@@ -23,7 +23,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,33 @@ _ROW_SECONDS = 60.0  # a source that has begun may take this long for a row, wha
 
 def is_begun(root: Path) -> bool:
     """Whether block 0 was made. Ledgers without `rows` are of older versions, whose blocks may hold a row several times."""
-    return {"first", "rows"} <= read_ledger(root).keys()
+    ledger = read_ledger(root)
+    return isinstance(ledger.get("first"), dict) and "rows" in ledger
+
+
+def begin(task: Task, tokenizer_path: str, base_dir: Path) -> None:
+    """Make block 0 of a stream, unless another process does or did.
+
+    Raises DataError for rows that cannot be used, EnvironmentFault if a run streams through the
+    folder, or the disk cannot be written.
+    """
+    while not is_begun(task.folder):
+        with preparing(task.folder) as is_mine:
+            if not is_mine:
+                time.sleep(_POLL_SECONDS)
+            elif not is_begun(task.folder):
+                remove_older_blocks(task.folder)
+                Maker(task, tokenizer_path, base_dir).make(0)
+                return
+
+
+def remove_older_blocks(root: Path) -> None:
+    """Remove what an older version made, whose blocks may hold a row several times. The caller holds `root`."""
+    if "rows" in read_ledger(root):
+        return
+    for path in block_folders(root):
+        shutil.rmtree(path, ignore_errors=True)
+    (root / LEDGER).unlink(missing_ok=True)
 
 
 def read_ledger(root: Path) -> dict[str, Any]:
@@ -76,14 +102,6 @@ class Maker:
         self._ended: set[int] = set()  # numbers of the sources that have been gone through since block 0 was begun
         # Rows of a block; None: not known before block 0 is made.
         self.block_rows: int | None = read_ledger(self.root).get("rows")
-        if self.block_rows is None:
-            self._discard()
-
-    def _discard(self) -> None:
-        """Remove what an older version made, whose blocks may hold a row several times."""
-        for path in block_folders(self.root):
-            shutil.rmtree(path, ignore_errors=True)
-        (self.root / LEDGER).unlink(missing_ok=True)
 
     def make(self, number: int) -> None:
         """Make a block that is not there. Raises DataError and EnvironmentFault."""
@@ -368,6 +386,25 @@ class Blocks:
 
 
 _held: dict[Path, Any] = {}  # open lock files of this process
+_PREPARES = "drumline prepare"  # as which a process holds a folder that makes block 0 alone
+
+
+@contextmanager
+def preparing(root: Path) -> Iterator[bool]:
+    """Hold a folder for a while; gives whether this process may make block 0, see `hold`."""
+    if root in _held:  # by the run of this process, which keeps it
+        yield True
+        return
+    is_mine = hold(root, _PREPARES)
+    try:
+        yield is_mine
+    finally:
+        if is_mine:
+            file = _held.pop(root)
+            file.truncate(0)
+            # Processes that tokenise may have inherited the file: closing it here would not be enough.
+            fcntl.flock(file, fcntl.LOCK_UN)
+            file.close()
 
 
 def hold(root: Path, run_dir: str) -> bool:

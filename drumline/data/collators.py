@@ -41,8 +41,7 @@ def judged_collator(plan: Plan, width: int | None, has_mismatched: bool) -> Call
     pad, max_length = padding(plan), plan.config.data.max_length
     if has_mismatched:
         return lambda cache: lambda ids, previous: collate_mismatched(cache, ids, previous, pad, width, max_length)
-    # Algorithms that pair samples are given those before these, and may leave them alone.
-    return lambda cache: lambda ids, *_: collate_judged(cache, ids, pad, width)
+    return lambda cache: lambda ids: collate_judged(cache, ids, pad, width)
 
 
 def labelled_collator(plan: Plan, width: int | None, image_size: int | None) -> Collator:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from drumline.data.turns import as_messages
 from drumline.errors import ConfigError, DataError
 from drumline.foreign import expanded
 
+DIGEST_DIGITS = 16  # of sha256 over a prompt
 MOST_DIGITS = 600  # of a number; Python reads 640 at least
 OWN = "own columns"  # of a prompt's row, under names that its meta has for something else
 
@@ -121,8 +123,11 @@ class PairRows(AnswerRows):
 
 
 class JudgedRows(AnswerRows):
-    """Encodes an answer that is labelled good or bad as one segment: the prompt, and the answer's tokens, which are the targets. The
-    sample's meta has the label as `good`."""
+    """Encodes an answer that is labelled good or bad as one segment: the prompt, and the answer's tokens, which are the targets.
+
+    The sample's meta has the label as `good`, and in `prompt` a digest of the whole prompt: it is the
+    same for all answers to a prompt, though truncation may cut each of them in another place.
+    """
 
     def encode(self, row: Row) -> Encoded | None:
         is_good = judgement(row.values["label"], row.origin)
@@ -131,7 +136,9 @@ class JudgedRows(AnswerRows):
         if example is None or not example.learned:
             return None
         is_truncated = len(example.tokens) < len(full.tokens)
-        return Encoded([example], {"good": is_good}, truncated=is_truncated, hides_reasoning=full.hides_reasoning)
+        prompt_tokens = full.tokens[: int(np.argmax(full.learn))]
+        meta = {"good": is_good, "prompt": sha256(prompt_tokens.tobytes()).hexdigest()[:DIGEST_DIGITS]}
+        return Encoded([example], meta, truncated=is_truncated, hides_reasoning=full.hides_reasoning)
 
 
 def judgement(label: Any, origin: str) -> bool:

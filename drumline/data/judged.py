@@ -20,7 +20,8 @@ class JudgedBatch(TokenBatch):
     `good_B`, `bad_B`: fp64, 1 for an answer with this label, else 0. A filler has 0 in both.
     `samples_P`: int64, numbers of the samples in their cache, -1 for fillers.
     `reference_B`: fp64, log-probability of each answer under the reference; None until it is known.
-    `mismatched`: the same prompts with answers to other prompts; None if the algorithm needs none.
+    `mismatched`: the same prompts with answers to other prompts; None if the algorithm needs none. A
+    prompt is a filler there if the global batch has no other prompt.
     `first_reference_B`: the `reference_B` of `mismatched`.
     `weight`: the number of real rows.
     """
@@ -82,17 +83,23 @@ def collate_mismatched(
 ) -> JudgedBatch:
     """`collate_judged`, and in `mismatched` each prompt with the answer of the sample before it.
 
-    `previous`: of each sample the one before it in the global batch, around its end. TRL pairs the
-    samples of a batch the same way. `max_length`: tokens that a mismatched row may have.
+    `previous`: the `stream.predecessors` of the samples, -1 for none. TRL takes the neighbour, though
+    it may have the same prompt. `max_length`: tokens that a mismatched row may have.
     """
     batch = collate_judged(cache, samples, pad_id, width)
+    labels: list[bool | None] = []
     mismatched_rows: list[Segment | None] = []
-    for row, other in zip(_segments(cache, samples), _segments(cache, previous), strict=True):
+    rows = zip(
+        _segments(cache, samples), _segments(cache, previous), _labels(cache, samples), strict=True
+    )
+    for row, other, label in rows:
         if row is None or other is None:
             mismatched_rows.append(None)
+            labels.append(None)
         else:
             mismatched_rows.append(mismatch(row, other, max_length))
-    mismatched = judged_batch(mismatched_rows, _labels(cache, samples), samples, pad_id, width)
+            labels.append(label)
+    mismatched = judged_batch(mismatched_rows, labels, samples, pad_id, width)
     return replace(batch, mismatched=mismatched)
 
 
@@ -113,7 +120,8 @@ def learned_judged(rows: int, length: int) -> JudgedBatch:
     segments = [learned_segment(length)] * rows
     batch = judged_batch(segments, [True] * rows, range(rows), 0, length)
     zeros_B = torch.zeros(rows, dtype=torch.float64)
-    return replace(batch, reference_B=zeros_B, first=First(zeros_B[:, None]))
+    numbers_NK = torch.zeros(rows, 2, dtype=torch.float64)
+    return replace(batch, reference_B=zeros_B, first=First(numbers_NK))
 
 
 def require_both_labels(train: TokenCache) -> None:

@@ -12,7 +12,7 @@ from drumline.core.mixing import epoch_counts
 from drumline.core.plan import DataIdentity, DataPlan, SourcePlan
 from drumline.core.rollouts import require_room
 from drumline.core.rules import compared_images
-from drumline.data.blocks import Maker, is_begun, read_ledger
+from drumline.data.blocks import begin, is_begun, read_ledger
 from drumline.data.cache import TokenCache, left_out, read_info, verify
 from drumline.data.encode import OWN
 from drumline.data.files import root_of
@@ -46,7 +46,7 @@ def prepare(
             if (check and _is_damaged(folder)) or _lacks_images(folder):
                 shutil.rmtree(folder)
         if not _done(task):
-            (Maker(task, tokenizer_path, base_dir).make(0) if task.streams else make(task, tokenizer_path, base_dir, progress))
+            (begin(task, tokenizer_path, base_dir) if task.streams else make(task, tokenizer_path, base_dir, progress))
     return _plan(tasks)
 
 
@@ -98,6 +98,8 @@ def _plan(tasks: list[Task]) -> DataPlan:
         folders = {"": tasks[0].holdout_folder}
     held_out = {name: TokenCache.open(folder) for name, folder in folders.items()}
     left = [line for name, cache in held_out.items() for line in left_out(f"eval.{name}".rstrip("."), cache.info)]
+    if train is not None:
+        config.algorithm.check_rows(train)
     sources, key = _sources(config, info), tasks[0].folder.name
     of_stream = DataIdentity(cache=str(tasks[0].folder), content=key, rows=info["rows"], row_set=int(key[:12], 16))
     return DataPlan(

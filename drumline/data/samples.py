@@ -148,8 +148,8 @@ def collate_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return {column: batch of its values}, of rows with the same columns.
 
     Numbers become a tensor [B], and lists of numbers of one shape a tensor [B, ...]: int64, float64
-    or bool. Other values are batched by torch's default_collate; texts stay a list. Raises DataError
-    that names the column.
+    or bool. Texts and lists with texts stay a list of B. Other values are batched by torch's
+    default_collate. Raises DataError that names the column.
     """
     names = rows[0].keys()
     for row in rows:
@@ -163,16 +163,44 @@ def collate_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _collate_column(name: str, values: list[Any]) -> Any:
     if any(value is None for value in values):
         raise DataError(f"column {name!r} is null in some rows", where="data", fix=NAME_COLLATE)
-    if all(isinstance(value, int | float | list) for value in values):
-        try:
-            array = np.asarray(values)
-        except ValueError:
-            what = f"the lists of column {name!r} differ in their lengths"
-            raise DataError(what, where="data", fix=NAME_COLLATE) from None
-        if array.dtype.kind in "bif":
-            return torch.from_numpy(array)
+    leaves = list(_leaves(values))
+    are_lists = all(isinstance(value, list) for value in values)
+    has_texts = any(isinstance(leaf, str) for _, leaf in leaves)
+    if are_lists and has_texts:
+        return values
+    if all(isinstance(leaf, int | float) for _, leaf in leaves):
+        return _numbers_tensor(name, values, leaves)
     with judged(f"column {name!r} makes no batch", "data", DataError, NAME_COLLATE):
         return default_collate(values)
+
+
+def _leaves(values: list[Any], depth: int = 0) -> Iterator[tuple[int, Any]]:
+    """(how many lists it is in, value) of each value in nested lists."""
+    for value in values:
+        if isinstance(value, list):
+            yield from _leaves(value, depth + 1)
+        else:
+            yield depth, value
+
+
+def _numbers_tensor(name: str, values: list[Any], leaves: list[tuple[int, int | float]]) -> torch.Tensor:
+    """Return numbers, or lists of numbers of one shape, as an int64, float64 or bool tensor. Raises DataError."""
+    depths = {depth for depth, _ in leaves}
+    has_lists = any(isinstance(value, list) for value in values)
+    if len(depths) > 1 or (has_lists and 0 in depths):
+        what = f"column {name!r} has numbers in some places and lists in others"
+        raise DataError(what, where="data", fix=NAME_COLLATE)
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        what = f"the lists of column {name!r} differ in their lengths"
+        raise DataError(what, where="data", fix=NAME_COLLATE) from None
+    is_whole = bool(leaves) and all(isinstance(number, int) for _, number in leaves)
+    # numpy makes a float of whole numbers that int64 cannot hold, or keeps them in types that torch lacks.
+    if array.dtype.kind not in "bif" or (is_whole and array.dtype.kind == "f"):
+        what = f"column {name!r} has whole numbers that int64 cannot hold"
+        raise DataError(what, where="data", fix=NAME_COLLATE)
+    return torch.from_numpy(array)
 
 
 def collate_samples(samples: list[Any]) -> Any:

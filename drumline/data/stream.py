@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -145,6 +146,29 @@ def mix(values: UInt64s) -> UInt64s:
     return values ^ (values >> np.uint64(31))
 
 
+def predecessors(ids: Ints, prompts: Sequence[Any]) -> Ints:
+    """Return for each sample the nearest one before it that has another prompt, as int64[N].
+
+    The sample before the first is the last. -1 where all samples have the same prompt.
+
+    Args:
+        ids: int64[N], the samples in their order.
+        prompts: N values that are equal for equal prompts.
+    """
+    found = np.full(len(ids), -1, np.int64)
+    changes = [place for place, prompt in enumerate(prompts) if prompts[place - 1] != prompt]
+    if not changes:
+        return found
+    # From a change of prompt on: a sample with the prompt of its neighbour shares its predecessor.
+    for offset in range(len(ids)):
+        place = (changes[0] + offset) % len(ids)
+        if prompts[place - 1] == prompts[place]:
+            found[place] = found[place - 1]
+        else:
+            found[place] = ids[place - 1]
+    return found
+
+
 def assign(lengths: Ints | npt.NDArray[np.int32], data_ranks: int, accumulation: int, micro_batch: int) -> Ints:
     """The samples of a global batch for each rank: int64[data_ranks, accumulation, micro_batch] of indices into `lengths`, each once. From
     the longest down, a sample goes to the rank with the fewest tokens so far that has a place left, so ranks wait little for each other.
@@ -193,8 +217,8 @@ class BatchStream:
     `cache`: a TokenCache, or what answers as one. `stop`: the end of the samples; fillers take the places of the last batch behind it.
     `collate`: sample ids (-1: a filler) → micro-batch.
     `prefetch`: batches that a thread collates in advance; 0: no thread. `next` raises the errors of the thread. `previous`: `collate` also
-    gets the sample before each sample; before the first comes the last one of the global batch, or of all samples. Close the stream, or
-    use it as a context manager: that ends the thread at any time.
+    gets the `predecessors` of the samples, in the global batch or in all samples. Close the stream, or use it as a context manager: that
+    ends the thread at any time.
     """
 
     cache: Any
@@ -268,8 +292,20 @@ class BatchStream:
         return GlobalBatch(micro_batches, ids, end, int(lengths[mine].sum()), state=state, of_all=of_all, places=mine)
 
     def _before(self, ids: Ints, position: int, end: int) -> Ints:
-        """The sample before each of `ids`, -1 for fillers."""
-        start, stop = (position, end) if self.previous == "batch" else (self.start, self.stop)
-        last = (stop if position == start else position) - 1
+        """Return the predecessor of each of `ids`, -1 for fillers."""
+        before = np.full(len(ids), -1, np.int64)
         real = end - position
-        return np.concatenate((self.order.ids(last, last + 1), ids[: real - 1], ids[real:]))
+        if self.previous == "batch":
+            before[:real] = self._predecessors(ids[:real])
+        else:
+            before[:real] = self._all_predecessors[position - self.start : end - self.start]
+        return before
+
+    @cached_property
+    def _all_predecessors(self) -> Ints:
+        """The predecessors of all samples of the stream."""
+        return self._predecessors(self.order.ids(self.start, self.stop))
+
+    def _predecessors(self, ids: Ints) -> Ints:
+        prompts = [self.cache.meta(sample)["prompt"] for sample in ids.tolist()]
+        return predecessors(ids, prompts)

@@ -73,8 +73,7 @@ def _rollout_curves(values: dict[str, float | None]) -> dict[str, float | None]:
         if key in ROLLOUT or key.startswith("reward/"):
             curves[ROLLOUT.get(key, key.replace("/", ": "))] = value
     differ = values.get("groups_differ")
-    episodes, prompts = values.get("episodes") or 0, values.get("prompts") or 0
-    if differ is not None and episodes > prompts:  # several completions of a prompt: a group
+    if differ is not None and events.has_groups(values.get("prompts"), values.get("episodes")):
         curves[GROUPS_ALIKE] = 1 - differ
     return curves
 

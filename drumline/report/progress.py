@@ -160,7 +160,7 @@ class Progress:
         self.rewards += [event.reward] * (event.reward is not None)
         domains = [f"{key.removeprefix('reward/')} {_number(value)}" for key, value in event.metrics.items() if key.startswith("reward/")]
         alike = ""
-        if event.episodes > event.prompts:  # several completions of a prompt: a group
+        if events.has_groups(event.prompts, event.episodes):
             alike = f" · groups without a difference {1 - event.groups_differ:.0%}"
         spent = f"generate {event.generate_s:.1f}, reward {event.reward_s:.1f}, infer {event.infer_s:.1f}, train {event.train_s:.1f}"
         gap = f" · sampler off by {event.sampler_gap:.2g}" if event.sampler_gap is not None else ""

@@ -11,8 +11,9 @@ from drumline.core.config import Config
 from drumline.core.explain import flow
 from drumline.core.section import Section
 from drumline.errors import DrumlineError
-from drumline.report.facts import RunFacts, Trace, differences, mapping, numbers
+from drumline.report.facts import RunFacts, Trace, differences, mapping, number, numbers
 from drumline.report.markup import Html, Keyed, facts, join, seconds_of, table, tag, text
+from drumline.telemetry.events import has_groups
 from drumline.telemetry.truth import Comparison
 from drumline.telemetry.watched import ranks_named
 
@@ -100,10 +101,7 @@ def _remarks(run: RunFacts) -> list[str]:
     """Lines that a reader must not miss."""
     start, lines = run.last("run_start"), [*run.problems]
     lines += [f"not finite at {len(found)} steps, first at step {found[0]['step']}" for found in [run.of("nonfinite")] if found]
-    # PPO learns from values, also where each prompt has one completion.
-    differ = [value for _, value in run.points("rollout", "groups_differ")] if run.config.get("algorithm.kind") != "ppo" else []
-    if differ and not any(differ):
-        lines.append("the rewards of a prompt's completions never differed: nothing was learned")
+    lines += _never_differed(run)
     lines += _left_out(run)
     lines += [f"the loss jumped at step {event.get('step')}" for event in run.of("spike")[:3]]
     lines += [f"rank {event.get('rank')} held up the others from step {event.get('step')}" for event in run.of("straggler")[:3]]
@@ -119,6 +117,20 @@ def _remarks(run: RunFacts) -> list[str]:
         if isinstance(found, list):
             lines += [str(line) for line in found]
     return lines
+
+
+def _never_differed(run: RunFacts) -> list[str]:
+    """Return the line of a run that learned nothing, since no group of completions had rewards that differ."""
+    if run.config.get("algorithm.kind") == "ppo":  # it learns from values, whatever the others of a group got
+        return []
+    differ = []
+    for event in run.of("rollout"):
+        share = number(event.get("groups_differ"))
+        if share is not None and has_groups(number(event.get("prompts")), number(event.get("episodes"))):
+            differ.append(share)
+    if not differ or any(differ):
+        return []
+    return ["the rewards of a prompt's completions never differed: nothing was learned"]
 
 
 def _left_out(run: RunFacts) -> list[str]:

@@ -75,6 +75,14 @@ class Sampled:
         """The number of samples to which no reward applies."""
         return sum(not sample.applies for sample in self.samples)
 
+    @property
+    def failed_share(self) -> float:
+        """The share of failed samples among those that a reward applies to; 1 if none applies."""
+        applies = len(self.samples) - self.left_out
+        if applies == 0:
+            return 1.0
+        return sum(sample.is_failed for sample in self.samples) / applies
+
     def differ(self, size: int) -> list[bool]:
         """Of each group of `size` whether it has something to learn from."""
         return differs(torch.tensor(self.rewards, dtype=torch.float32).reshape(-1, size)).tolist()
@@ -209,11 +217,10 @@ class Rollouts:
         and at the last rollout of a run without any reward. All ranks know the same rewards.
         """
         limit = self.algorithm.reward_failure
-        total = len(sampled.samples)
-        without = sum(math.isnan(reward) for reward in sampled.rewards)
-        failed = sum(sample.is_failed for sample in sampled.samples)
-        self.has_rewards = self.has_rewards or without < total
-        if failed >= limit.share * total or without == total:
+        failed_share = sampled.failed_share
+        has_reward = not all(math.isnan(reward) for reward in sampled.rewards)
+        self.has_rewards = self.has_rewards or has_reward
+        if failed_share >= limit.share:
             self.failed += 1
         else:
             self.failed = 0
@@ -234,8 +241,10 @@ class Rollouts:
             what = f"no episode of this run got a reward, so nothing was learned: {often}"
             fix = "correct the rewards, so that one applies to each row"
         else:
-            share = without / total
-            what = f"{share:.0%} of the episodes got no reward, in rollout {self.failed} of such in a row: {often}"
+            counted = "episodes"
+            if 0 < sampled.left_out < len(sampled.samples):
+                counted = "episodes that a reward applies to"
+            what = f"{failed_share:.0%} of the {counted} got no reward, in rollout {self.failed} of such in a row: {often}"
             fix = "correct the reward, or go on without them: algorithm.reward_failure.action=continue"
         raise TrainingStopped(what, where="algorithm.rewards", fix=fix)
 

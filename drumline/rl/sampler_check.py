@@ -20,13 +20,13 @@ PROMPTS = 8  # at least; with more ranks one for each of them
 PROMPT_TOKENS = 8
 NEW_TOKENS = 4
 PROBE = -1  # the first part of a request's key; those of prompts begin at 0
-UNIT_ROUNDOFF = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LARGEST_LOGIT = 32.0  # nats
 SUMMED_ROUNDINGS = 64.0  # √4096: of the terms of a matrix product that is added up in fp32
 MARGIN = 4.0
 
 
-def rounding(precision: str) -> float:
+def expected_rounding_gap(precision: str) -> float:
     """Return the mean gap, in nats, that rounding alone may cause between two log-probs of a token.
 
     A log-prob is a difference of logits, of at most some LARGEST_LOGIT. In bf16 and fp16 sums are
@@ -38,7 +38,8 @@ def rounding(precision: str) -> float:
 
     `precision`: fp32, fp16 or bf16; fp16 also for TF32, which has as many bits.
     """
-    stored = LARGEST_LOGIT * UNIT_ROUNDOFF[precision]
+    unit_roundoff = torch.finfo(DTYPES[precision]).eps / 2
+    stored = LARGEST_LOGIT * unit_roundoff
     if precision == "fp32":
         return stored * SUMMED_ROUNDINGS
     return stored
@@ -51,16 +52,17 @@ def gap_limit(baseline: float | None, precision: str) -> float:
     unknown. It has what this sampler's own kernels and type add: a server may compute in bf16 for a
     policy in fp32. As a mean over 32 tokens it varies by 0.76 / √32 = 13% (for normal differences),
     and a policy that grows more certain has larger logits, which round more. MARGIN covers both.
-    What `rounding` explains passes at any baseline: it may have been luck, such as equal kernels.
+    What `expected_rounding_gap` explains passes at any baseline, which may have been luck, such as
+    equal kernels.
     """
     if baseline is None:
-        return rounding(precision)
-    return max(MARGIN * baseline, rounding(precision))
+        return expected_rounding_gap(precision)
+    return max(MARGIN * baseline, expected_rounding_gap(precision))
 
 
 # Of the first gap, in nats: a server may compute in bf16 for a policy of any type, and a policy that
 # computes in bf16 may be sampled in 8 bits.
-MOST_AT_FIRST = MARGIN * rounding("bf16")
+MOST_AT_FIRST = MARGIN * expected_rounding_gap("bf16")
 
 
 class SamplerCheck:
@@ -90,7 +92,7 @@ class SamplerCheck:
 
         `read`: gives the policy's log-probs of the completions, fp32[1, N, M]; collective.
         `prompts`: what `probe_prompts` gave.
-        `precision`: the policy's, as `rounding` takes it.
+        `precision`: the policy's, as `expected_rounding_gap` takes it.
         `is_new`: the policy has learned nothing yet.
         `state`: what the method `state` gave before the checkpoint was saved; None without one.
         """

@@ -15,6 +15,7 @@ import base64
 import functools
 import http.client
 import json
+import math
 import os
 import shutil
 import urllib.error
@@ -22,6 +23,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -183,17 +185,32 @@ class VLLMServer(VLLMClient):
         return made
 
     def _require_log_probs(self, request: Request) -> None:
-        """Finds out whether the server gives log-probs of the logits as they are, or of what is sampled from: of the one token that top_k 1
-        leaves, that is 0. Raises DrumlineError where it is not the kind needed."""
-        processed = abs(self._complete(self._requested(request, 0) | {"max_tokens": 1, "top_k": 1}).log_probs[0]) < 1e-6
+        """Finds out whether the server gives log-probs of the logits as they are, or of what is sampled from. Raises DrumlineError where it
+        is not the kind needed."""
         needed = self.config.temperature != 1
         # Without cuts both are the same; and a greedy choice is no sample, so nothing reads its log-prob.
         either = self.config.top_k == 1 or (not needed and self.config.top_p == 1 and self.config.top_k == 0)
-        if processed != needed and not either:
+        if not either and self._gives_processed_log_probs(request) != needed:
             kind = "processed_logprobs" if needed else "raw_logprobs"
             what = f"temperature {self.config.temperature:g} needs log-probs that this server does not give"
             raise self.server.fault(what, f"start it with --logprobs-mode {kind}")
         self.probed = True
+
+    def _gives_processed_log_probs(self, request: Request) -> bool:
+        """Whether log-probs are of the distribution that is sampled from.
+
+        Two requests are each allowed one token. Processed log-probs are then 0 for both. Raw ones are
+        of the whole vocabulary, where two tokens cannot both be likelier than a half.
+        """
+        ordinary = (token for token in count() if token not in self.end_tokens)
+        for token in islice(ordinary, 2):
+            own = {"max_tokens": 1, "allowed_token_ids": [token]}
+            made = self._complete(self._requested(request, 0) | own)
+            if made.tokens != [token]:
+                raise self.server.fault("/v1/completions does not keep to allowed_token_ids", "it takes vLLM 0.22 or later")
+            if made.log_probs[0] < math.log(0.5):
+                return False
+        return True
 
 
 class WeightFolder:

@@ -156,6 +156,11 @@ class Eval(Event, kind="eval"):
     reward_failures: Mapping[str, Mapping[str, int]] | None = None  # reward → reason → held-out answers that it cost; null: none
 
 
+def has_groups(prompts: float | None, episodes: float | None) -> bool:
+    """Whether a rollout has several completions of a prompt, whose rewards are compared."""
+    return (episodes or 0) > (prompts or 0)
+
+
 class Rollout(Event, kind="rollout"):
     """`metrics`: reward/DOMAIN, and those of the KL penalty."""
 

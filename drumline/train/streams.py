@@ -17,7 +17,7 @@ from drumline.core import heartbeat
 from drumline.core.plan import BatchPlan, Plan
 from drumline.core.resolve import total_samples
 from drumline.data.batches import First, pinned
-from drumline.data.blocks import Blocks, Maker, hold
+from drumline.data.blocks import Blocks, Maker, hold, remove_older_blocks
 from drumline.data.cache import TokenCache
 from drumline.data.make import Task
 from drumline.data.samples import read_samples
@@ -72,6 +72,7 @@ def open_blocks(plan: Plan, makes: bool, known: dict[str, Any]) -> Blocks:
     assert data is not None and config.data.stream is not None
     root, maker, curriculum = Path(data.train_cache), None, config.data.curriculum
     if makes and hold(root, plan.run_dir):
+        remove_older_blocks(root)
         vision = vision_of(config, plan.model_path, load_config(plan.model_path, config.model))
         task = Task(config, config.data.train, root, None, vision)
         maker = Maker(task, config.model.tokenizer or plan.model_path or "", Path(plan.base_dir))

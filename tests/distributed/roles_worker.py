@@ -40,8 +40,9 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def copies(engine: Any) -> dict[str, torch.Tensor]:
-    """What this rank holds at the moment."""
-    return {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
+    """What this rank holds at the moment, tied weights under all their names."""
+    parameters = engine.model.named_parameters(remove_duplicate=False)
+    return {name: parameter.detach().clone() for name, parameter in parameters}
 
 
 def train(engine: Any, plan: Any, batches: list[Any], objective: Any) -> float:

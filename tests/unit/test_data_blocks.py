@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import subprocess
@@ -134,6 +135,22 @@ def test_what_an_older_version_made_is_not_used(tmp_path: Path) -> None:
     assert prepare(made.config, str(tmp_path / "tokenizer"), tmp_path) == made.plan
     with pytest.raises(CheckpointError, match="counted in blocks of 1,000 rows, and the blocks of this stream have 24"):
         made.blocks(known={"block": 1, "start": 1000})
+
+
+def test_blocks_that_a_run_reads_are_not_removed(tmp_path: Path) -> None:
+    made = small(tmp_path)
+    (made.root / "stream.json").write_text(json.dumps({"first": None, "samples": {}}))
+    with (made.root / "lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("runs/one")
+        lock.flush()
+        with pytest.raises(EnvironmentFault, match="the run runs/one streams the same rows"):
+            prepare(made.config, str(tmp_path / "tokenizer"), tmp_path)
+        assert made.on_disk() == ["00000000"]
+    assert prepare(made.config, str(tmp_path / "tokenizer"), tmp_path) == made.plan
+    with (made.root / "lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert lock.seek(0) == 0 and not lock.read(), "nobody holds it any more"
 
 
 def test_weights_repeat_a_small_source_until_the_largest_has_ended(tmp_path: Path) -> None:

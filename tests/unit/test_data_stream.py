@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ import torch
 from drumline.core.plan import BatchPlan
 from drumline.data.batches import TokenBatch, collate
 from drumline.data.cache import Layout, TokenCache, commit, temporary_folder
-from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder, assign
+from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder, assign, predecessors
 
 Threads = Callable[[], list[threading.Thread]]
 
@@ -210,3 +210,48 @@ def test_what_fails_in_the_thread_reaches_the_consumer(cache: TokenCache, prefet
 
 def test_a_fixed_width(cache: TokenCache) -> None:
     assert {micro.input_ids_BT.shape for batch in stream(cache, width=16) for micro in batch.micro_batches} == {(8, 16)}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("ab", [1, 0]),
+        ("aabb", [3, 3, 1, 1]),
+        ("abba", [2, 0, 0, 2]),
+        ("aab", [2, 2, 1]),
+        ("aaa", [-1, -1, -1]),
+        ("a", [-1]),
+    ],
+)
+def test_a_predecessor_has_another_prompt(prompts: str, expected: list[int]) -> None:
+    ids = np.arange(10, 10 + len(prompts))
+    wanted = [10 + place if place >= 0 else -1 for place in expected]
+    assert predecessors(ids, prompts).tolist() == wanted
+
+
+class PairedPrompts:
+    """A cache in which two neighbours have the same prompt."""
+
+    lengths = np.ones(11, np.int64)
+
+    def meta(self, sample: int) -> dict[str, Any]:
+        return {"prompt": sample // 2}
+
+
+@pytest.mark.parametrize("previous", ["batch", "all"])
+def test_predecessors_are_the_same_on_any_number_of_ranks(previous: Literal["batch", "all"]) -> None:
+    def found(ranks: int) -> list[set[tuple[int, int]]]:
+        batch = BatchPlan(global_samples=4, micro_batch=4 // ranks, accumulation=1, eval_micro_batch=1)
+        order, pairs = GlobalOrder(11, 0, shuffle=False), list[set[tuple[int, int]]]()
+        for rank in range(ranks):
+            made = BatchStream(PairedPrompts(), order, batch, rank, ranks, 0, 11, lambda *both: set(zip(*both, strict=True)), 0, previous)
+            pairs.append(set.union(*(micro for one in made for micro in one.micro_batches)))
+        return pairs
+
+    (whole,) = found(1)
+    assert set.union(*found(4)) == whole
+    before = dict(whole)
+    if previous == "all":
+        assert [before[sample] for sample in range(11)] == [10, 10, 1, 1, 3, 3, 5, 5, 7, 7, 9]
+    else:
+        assert [before[sample] for sample in range(11)] == [3, 3, 1, 1, 7, 7, 5, 5, 10, 10, 9]

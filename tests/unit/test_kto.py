@@ -19,13 +19,15 @@ from drumline.algorithms.base import LossOut
 from drumline.algorithms.dpo.spec import DPOConfig
 from drumline.algorithms.kto.spec import KTOConfig
 from drumline.core.algorithm import AlgorithmSpec
+from drumline.core.batch import resolve_batch
 from drumline.core.config import Config
 from drumline.core.data import JUDGED_FORMS, DataConfig, FileSource
+from drumline.data.batches import First
 from drumline.data.encode import JudgedRows
 from drumline.data.judged import collate_mismatched, require_both_labels
 from drumline.data.pairs import split_pair
 from drumline.data.sources import Row, read_rows
-from drumline.errors import ConfigError, DataError
+from drumline.errors import ConfigError, DataError, PlanError
 from drumline.models.head import ForwardWithObjective
 from tests.reference.pairs import gradients, model, tokenizer, unpaired
 from tests.unit.test_pairs_trl import close
@@ -43,8 +45,8 @@ def data(**keys: Any) -> DataConfig:
     )
 
 
-def batches(cuts: list[list[int]]) -> list[Any]:
-    """-1: a filler. The sample before the first is the last."""
+def batches(cuts: list[list[int]], before: dict[int, int] | None = None) -> list[Any]:
+    """-1: a filler. The sample before the first is the last; `before` has others."""
     made = [
         JudgedRows(tokenizer(), data()).encode(Row(f"row {index}", row))
         for index, row in enumerate(ROWS)
@@ -54,6 +56,8 @@ def batches(cuts: list[list[int]]) -> list[Any]:
     micro_batches = []
     for ids in cuts:
         previous = [(sample - 1) % len(ROWS) if sample >= 0 else -1 for sample in ids]
+        for place, sample in enumerate(ids):
+            previous[place] = (before or {}).get(sample, previous[place])
         micro_batches.append(collate_mismatched(cache, ids, previous, 0, None, 128))
     return micro_batches
 
@@ -82,8 +86,6 @@ def spec_of(options: dict[str, Any]) -> KTOConfig:
 @pytest.mark.parametrize("name", TRL["cases"])
 def test_losses_figures_and_gradients_are_trls(name: str, cuts: list[list[int]]) -> None:
     from transformers import LlamaForCausalLM
-
-    from drumline.data.batches import First
 
     case = TRL["cases"][name]
     algorithm = spec_of(case["options"]).build()
@@ -122,6 +124,15 @@ def test_losses_figures_and_gradients_are_trls(name: str, cuts: list[list[int]])
 )
 def test_a_first_pass_is_planned(spec: AlgorithmSpec) -> None:
     assert (spec.build().first_pass is not None) == bool(spec.extra_forwards)
+    is_kto = isinstance(spec, KTOConfig) and spec.loss == "kto"
+    assert spec.pairs_with_previous == is_kto
+
+
+def test_a_traced_batch_is_one_of_the_objective() -> None:
+    plan: Any = None
+    batch = KTOConfig().traced_batch(plan, 3, 5, 0)
+    outputs = SimpleNamespace(log_probs=lambda targets, _: (torch.zeros(targets.shape), None))
+    assert KTOConfig().build().objective(outputs, batch).sums["good"] == 3
 
 
 def test_where_the_reference_comes_from() -> None:
@@ -170,7 +181,41 @@ BAD = [False, 0, "False", "0", "no"]
 @pytest.mark.parametrize("label", [*GOOD, *BAD], ids=repr)
 def test_labels(label: Any) -> None:
     encoded = JudgedRows(tokenizer(), data()).encode(Row("row 1", {**ROWS[0], "label": label}))
-    assert encoded.meta == {"good": label in GOOD}
+    assert encoded.meta["good"] == (label in GOOD)
+
+
+def test_answers_to_a_prompt_share_its_digest_however_they_are_cut() -> None:
+    content = ROWS[0]["completion"][0]["content"]
+    longer = [{"role": "assistant", "content": content * 3}]
+    encoder = JudgedRows(tokenizer(), data(max_length=24, truncation="left"))
+    rows = (ROWS[0], {**ROWS[0], "completion": longer}, ROWS[1])
+    prompts = [encoder.encode(Row("row", row)).meta["prompt"] for row in rows]
+    assert prompts[0] == prompts[1] != prompts[2]
+
+
+def test_a_prompt_without_another_one_adds_nothing_to_the_kl() -> None:
+    algorithm = KTOConfig().build()
+    (batch,) = batches([[0, 1]], {1: -1})
+    assert batch.weight == 2 and batch.mismatched.real_P.tolist() == [1, 0]
+    scores = SimpleNamespace(log_probs=lambda *_: (torch.tensor([[4.0], [9.0]]), None))
+    zeros_B = torch.zeros(2, dtype=torch.float64)
+    numbers_NK = algorithm.first_pass(scores, replace(batch.mismatched, reference_B=zeros_B))
+    first = First(numbers_NK)
+    assert algorithm.baseline(replace(batch, first=first)) == 4
+    assert algorithm.baseline(replace(batch, first=First(numbers_NK[1:]))) == 0
+
+
+def test_a_batch_of_one_sample_is_refused_for_the_kl_alone() -> None:
+    def config(algorithm: dict[str, Any], **batch: int) -> Config:
+        sections = {"model": {"id": "a/b"}, "data": {"train": ["rows.jsonl"], "max_length": 8}}
+        algorithm = {"kind": "kto", **algorithm}
+        return Config.model_validate({**sections, "algorithm": algorithm, "batch": batch})
+
+    with pytest.raises(PlanError, match="a global batch of 1 sample has no answer to another prompt"):
+        resolve_batch(config({}, global_samples=1), 1)
+    assert resolve_batch(config({}), 1).global_samples == 2, "chosen"
+    apo = {"loss": "apo_zero_unpaired"}
+    assert resolve_batch(config(apo), 1).global_samples == 1
 
 
 class OneLabel:

@@ -202,7 +202,12 @@ def test_a_changed_file_is_other_data(tmp_path: Path) -> None:
         ([{"x": [1, 2]}, {"x": [1]}], "the lists of column 'x' differ in their lengths"),
         ([{"x": 1}, {"x": None}], "column 'x' is null in some rows"),
         ([{"x": 1}, {"x": 1, "z": 2}], "not all rows have the column 'z'"),
-        ([{"x": 10**30}, {"x": 1}], "column 'x' makes no batch: "),
+        ([{"x": 10**30}, {"x": 1}], "column 'x' has whole numbers that int64 cannot hold"),
+        ([{"x": 2**63}, {"x": -1}], "column 'x' has whole numbers that int64 cannot hold"),
+        ([{"x": [2**63]}, {"x": [2**63]}], "column 'x' has whole numbers that int64 cannot hold"),
+        ([{"x": [1]}, {"x": 2}], "column 'x' has numbers in some places and lists in others"),
+        ([{"x": []}, {"x": 2}], "column 'x' has numbers in some places and lists in others"),
+        ([{"x": [1, [2]]}, {"x": [1, [2]]}], "column 'x' has numbers in some places and lists in others"),
         ([{"x": {"k": None}}, {"x": {"k": 1}}], "column 'x' makes no batch: "),
     ],
 )
@@ -210,6 +215,14 @@ def test_rows_that_make_no_batch(rows: list[dict[str, Any]], line: str) -> None:
     with pytest.raises(DataError, match=r"name a function of yours as algorithm\.collate") as raised:
         collate_rows(rows)
     assert line in raised.value.line()
+
+
+def test_texts_stay_a_list_and_the_largest_number_stays_whole() -> None:
+    rows = [{"x": ["a", "b"], "n": 2**63 - 1, "e": []}, {"x": ["c"], "n": -(2**63), "e": []}]
+    batch = collate_rows(rows)
+    assert batch["x"] == [["a", "b"], ["c"]]
+    assert batch["n"].tolist() == [2**63 - 1, -(2**63)]
+    assert batch["e"].shape == (2, 0)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from drumline.core.rollouts import Reward
+from drumline.core.rollouts import Reward, RewardFailureConfig
 from drumline.data.encode import OWN
+from drumline.errors import TrainingStopped
 from drumline.rl.generate import Completion
 from drumline.rl.rewards import Rewards
-from drumline.rl.rollouts import Rollouts
+from drumline.rl.rollouts import Rollouts, Sample, Sampled
 from drumline.telemetry.events import Eval, Event
 from tests.unit.test_report_progress import START, told
 
@@ -87,3 +89,35 @@ def test_they_are_shown() -> None:
     text = told(START, {**held_out, "reward_failures": {"gold": {"raised TypeError": 2}}})[1]
     assert "reward_failed 0.5" in text and "reward gold failed, and its episodes are left out: 2 × raised TypeError" in text
     assert "failed, and" not in told(START, held_out)[1]
+
+
+class Unreported(Rollouts):
+    """Rollouts without a run around them."""
+
+    def _report(self, *_: Any) -> None:
+        pass
+
+
+def failing_rollout(left_out: int, failed: int, rewarded: int) -> str:
+    """Return why a run stops at such a rollout; empty if it goes on."""
+    nothing = {field.name: None for field in fields(Rollouts)}
+    algorithm = SimpleNamespace(reward_failure=RewardFailureConfig(rollouts=1), steps_in_turn=1)
+    values: dict[str, Any] = {**nothing, "plan": SimpleNamespace(steps=9), "algorithm": algorithm}
+    rollouts = Unreported(**values)
+    episode = ([1], Completion([2], [-1.0], True))
+    samples = [Sample(0, episode, "", math.nan, applies=False)] * left_out
+    samples += [Sample(0, episode, "", math.nan)] * failed
+    samples += [Sample(0, episode, "", 1.0)] * rewarded
+    try:
+        rollouts._check_rewards(0, Sampled(samples, {}, {}), len(samples))
+    except TrainingStopped as error:
+        return error.what
+    return ""
+
+
+def test_episodes_that_no_reward_applies_to_do_not_hide_failures() -> None:
+    assert failing_rollout(60, 39, 1).startswith("98% of the episodes that a reward applies to got")
+    assert failing_rollout(60, 20, 20).startswith("50% of"), "the share itself is enough"
+    assert not failing_rollout(60, 19, 21)
+    assert failing_rollout(0, 50, 50).startswith("50% of the episodes got no reward")
+    assert failing_rollout(100, 0, 0).startswith("100% of the episodes got no reward")

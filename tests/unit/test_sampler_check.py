@@ -19,9 +19,9 @@ from drumline.rl.generate import Completion, Request, deal
 from drumline.rl.sampler_check import (
     MOST_AT_FIRST,
     SamplerCheck,
+    expected_rounding_gap,
     gap_limit,
     probe_prompts,
-    rounding,
 )
 from drumline.telemetry.events import Rollout
 from tests.harness import drumline, events, write_config
@@ -121,8 +121,8 @@ def test_a_stale_head_is_stopped_and_an_honest_server_is_not(
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_the_limit_is_a_multiple_of_the_first_gap_or_of_rounding(precision: str) -> None:
     for baseline, limit in (
-        (0.0, rounding(precision)),
-        (3 * rounding(precision), 12 * rounding(precision)),
+        (0.0, expected_rounding_gap(precision)),
+        (3 * expected_rounding_gap(precision), 12 * expected_rounding_gap(precision)),
     ):
         checked = check(precision)
         checked.compare(Shifted(baseline))
@@ -132,7 +132,7 @@ def test_the_limit_is_a_multiple_of_the_first_gap_or_of_rounding(precision: str)
             checked.compare(Shifted(limit * 1.02))
         with pytest.raises(TrainingStopped):
             checked.compare(Shifted(math.nan))
-    rising = [rounding("fp32"), rounding("fp16"), rounding("bf16")]
+    rising = [expected_rounding_gap("fp32"), expected_rounding_gap("fp16"), expected_rounding_gap("bf16")]
     assert rising == pytest.approx([1.22e-4, 0.0156, 0.125], rel=0.01)
 
 

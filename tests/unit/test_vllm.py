@@ -70,8 +70,9 @@ def test_completions_are_what_the_seeds_say_in_the_order_of_the_requests(server:
     made = client(server, batch=3, **options).generate(requests(), 5)
     expected = HFGenerator(c.HFGenerator(max_new_tokens=12, **options), load(folder), tiny_tokenizer(), 7).generate(requests(), 5)
     assert same(made, expected) and (any(m.ended for m in made) or "stop" not in options)
-    probe, *asked = server.bodies("/v1/completions")
-    assert probe["top_k"] == probe["max_tokens"] == 1
+    bodies = server.bodies("/v1/completions")
+    asked = [body for body in bodies if "allowed_token_ids" not in body]
+    assert all(body["max_tokens"] == 1 for body in bodies if "allowed_token_ids" in body)
     assert sorted(a["seed"] for a in asked) == sorted(request_seed(7, 5, r.key) for r in requests())
     assert {(a["model"], a["n"], a["repetition_penalty"], a["min_p"]) for a in asked} == {("tiny", 1, 1.0, 0.0)}
     assert server.most_at_once <= 3
@@ -92,6 +93,19 @@ def test_log_probs_of_another_distribution_are_refused(server: StubServer, optio
     server.processed = processed
     with pytest.raises(DrumlineError, match=f"--logprobs-mode {fix}"):
         client(server, **options).generate(requests(), 0)
+
+
+@pytest.mark.parametrize("processed", [False, True])
+def test_a_certain_model_does_not_hide_which_log_probs_a_server_gives(server: StubServer, processed: bool) -> None:
+    """Its raw log-probs are 0 for nearly every token that it samples, as processed ones of a single token are."""
+    server.processed = processed
+    server.model.get_output_embeddings().weight.data.mul_(1e4)
+    given, other = {"top_p": 0.9}, {"temperature": 0.6}
+    if processed:
+        given, other = other, given
+    assert client(server, **given).generate(requests(), 0)
+    with pytest.raises(DrumlineError, match="--logprobs-mode"):
+        client(server, **other).generate(requests(), 0)
 
 
 @pytest.mark.parametrize("processed", [False, True])

@@ -7,8 +7,9 @@ A score s is log π(y | x) − log π_ref(y | x), summed over the tokens of an a
     apo_zero_unpaired    the same with z = 0                       D'Oosterlinck et al. 2024, equation 7, for single answers
 
 z = max(0, mean of log π(y' | x) − log π_ref(y' | x)) estimates the KL of policy and reference. It is a number without a gradient, over
-all samples of the global batch, and y' is the answer to another prompt: that of the sample before x in the global batch, around its end.
-TRL 1.16 takes the mean over one micro-batch of all ranks, which depends on how a batch is cut.
+all samples of the global batch, and y' is the answer to another prompt: that of the nearest sample before x in the global batch, around
+its end, whose prompt is not x. z is 0 where all samples of a global batch have the same prompt.
+TRL 1.16 takes the mean over one micro-batch of all ranks, which depends on how a batch is cut, and the neighbour whatever its prompt.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import torch
 
 from drumline.algorithms.base import LossOut
 from drumline.algorithms.kto.spec import KTOConfig
-from drumline.algorithms.pairs import Answers
+from drumline.algorithms.pairs import JudgedAnswers, answers_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class APOZero(Answers):
+class APOZero(JudgedAnswers):
     """`loss: apo_zero_unpaired`. Losses are summed over the answers of a `JudgedBatch`."""
 
     spec: KTOConfig
@@ -58,10 +59,6 @@ class APOZero(Answers):
         """What scores are compared with: z, an fp64 scalar."""
         return torch.zeros_like(batch.good_B.sum())
 
-    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        answers = max(1.0, sums["good"] + sums["bad"])
-        return {"loss": sums["loss"] / answers, **self.step_metrics(sums)}
-
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Means over the answers of a label, as TRL has them; `margin` is the difference of the two rewards."""
         good = max(1.0, sums["good"])
@@ -69,7 +66,7 @@ class APOZero(Answers):
         reward_chosen = sums["reward_chosen"] / good
         reward_rejected = sums["reward_rejected"] / bad
         return {
-            "kl": sums["kl"] / max(1.0, sums["good"] + sums["bad"]),
+            "kl": sums["kl"] / answers_of(sums),
             "margin": reward_chosen - reward_rejected,
             "reward_chosen": reward_chosen,
             "reward_rejected": reward_rejected,
@@ -85,12 +82,13 @@ class KTO(APOZero):
         return replace(batch.mismatched, reference_B=batch.first_reference_B)
 
     def first_pass(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """Scores of mismatched answers, fp64[B, 1]."""
+        """Scores of mismatched answers, and 1 for each, fp64[B, 2]; zeros for a prompt without one."""
         score_B = self.score(outputs, batch) - batch.reference_B
-        return score_B[:, None]
+        return torch.stack((score_B * batch.real_P, batch.real_P), 1)
 
     def baseline(self, batch: Any) -> torch.Tensor:
-        return batch.first.numbers_NK.mean().clamp(min=0)
+        score, answers = batch.first.numbers_NK.sum(0)
+        return (score / answers.clamp(min=1)).clamp(min=0)
 
 
 def build(spec: KTOConfig) -> APOZero:

@@ -29,7 +29,6 @@ class KTOConfig(JudgedSpec, ReferencedSpec):
         "log_prob_chosen",
         "log_prob_rejected",
     )
-    pairs_with_previous: ClassVar[bool] = True
     objective: ClassVar[str] = "drumline.algorithms.kto.objective:build"
     kind: Literal["kto"] = "kto"
     beta: Above0 = Field(0.1, description="How closely the policy is held to the reference.")
@@ -58,6 +57,11 @@ class KTOConfig(JudgedSpec, ReferencedSpec):
                 " that change with each batch: use live"
             )
         return self
+
+    @property
+    def pairs_with_previous(self) -> bool:
+        """The KL is estimated from prompts with the answers of other samples."""
+        return self.loss == "kto"
 
     @property
     def extra_forwards(self) -> int:

@@ -11,7 +11,7 @@ from functools import cache, partial
 from itertools import product
 
 from drumline.core.algorithm import AlgorithmSpec, ChunkedSpec
-from drumline.core.batch import least_rounds
+from drumline.core.batch import default_rounds
 from drumline.core.config import BatchConfig, Config, LoRAConfig
 from drumline.core.explain import flow
 from drumline.core.facts import with_length
@@ -258,7 +258,7 @@ def _of_batch(question: Question, strategy: StrategySpec, micro: int) -> Questio
     rounds = 1
     with suppress(PlanError):  # which the search reports
         mesh = strategy.mesh(question.cluster.world_size)
-        rounds = least_rounds(micro * mesh.data_ranks, question.config.algorithm.samples_in_turn, in_flight(mesh, strategy))
+        rounds = default_rounds(question.config.algorithm, micro * mesh.data_ranks, in_flight(mesh, strategy))
     batch = BatchConfig(micro_batch=micro, accumulation=rounds)
     return replace(question, config=question.config.model_copy(update={"batch": batch}), data=None)
 

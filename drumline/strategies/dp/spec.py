@@ -24,9 +24,12 @@ class DPStrategy(OneProcess):
         if sees(case):
             reason = "nn.DataParallel cuts every tensor of a batch into equal runs, and rows have uneven numbers of patches"
             yield Refusal("images × dp", reason, "use strategy=ddp")
-        if case.device == "cuda" and (algorithm.rows_per_sample > 1 or algorithm.pairs_with_previous):
+        if case.device == "cuda" and algorithm.rows_per_sample > 1:
             reason = "nn.DataParallel cuts a batch into runs of rows, and the two answers of a pair would land on two GPUs"
             yield Refusal("dp × pairs", reason, "use strategy=ddp")
+        if case.device == "cuda" and algorithm.pairs_with_previous:
+            reason = "nn.DataParallel cuts a batch into runs of rows, and the loss of each takes a mean over the whole global batch"
+            yield Refusal("dp × a mean over the global batch", reason, "use strategy=ddp")
         if case.config.compile.enabled:
             reason = "nn.DataParallel copies modules at each step, and a compiled block goes on with the weights it was compiled for"
             yield Refusal("dp × compile", reason, "use strategy=ddp, or compile.enabled=false", "compile.enabled")

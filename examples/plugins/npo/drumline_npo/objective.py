@@ -16,14 +16,14 @@ from typing import Any
 from torch.nn.functional import logsigmoid
 
 from drumline.algorithms.base import LossOut
-from drumline.algorithms.pairs import Answers, answer_tokens
+from drumline.algorithms.pairs import JudgedAnswers, answer_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class NPO(Answers):
+class NPO(JudgedAnswers):
     """Sums over the answers of a `drumline.data.judged.JudgedBatch`; the engine divides by their number in the global batch.
 
-    `Answers.score` gives the log-probability of each answer; the stream has put that of the
+    `score` gives the log-probability of each answer; the stream has put that of the
     reference into the batch.
     """
 
@@ -45,10 +45,6 @@ class NPO(Answers):
             "good_scores": (score_B * batch.good_B).sum(),
         }
         return LossOut(loss_B.sum().float(), sums)
-
-    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        answers = max(1.0, sums["bad"] + sums["good"])
-        return {"loss": sums["loss"] / answers, **self.step_metrics(sums)}
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """By how much an answer is less (`forgotten`) or more (`kept`) likely than under the reference, on average, in nats."""

@@ -33,9 +33,8 @@ class NPOConfig(JudgedSpec, ReferencedSpec):
         None, description="Another reference than the model that training starts from."
     )
 
-    def classes(self, train: Any, held_out: list[Any]) -> tuple[str, ...]:
-        """No classes. `JudgedSpec` wants both labels among the rows; here answers to forget are enough."""
-        return ()
+    def check_rows(self, train: Any) -> None:
+        """Accept all rows. `JudgedSpec` wants both labels; here answers to forget are enough."""
 
     def build(self) -> Any:
         from drumline_npo.objective import NPO
