@@ -13,6 +13,7 @@ from drumline.core.redact import plain, redact
 from drumline.report.progress import duration
 
 LONG_WORD = 24  # characters; a column with a longer word may break it
+SHORT_TEXT = 24  # characters; a column without longer texts breaks none
 MOST_TEXT = 20_000  # characters of one value
 
 
@@ -80,14 +81,20 @@ def table(headers: Sequence[Any], rows: Iterable[Sequence[Any]], **attributes: A
 
 
 def _class_of_column(cells: Iterable[Any]) -> str | None:
-    """Return the CSS class of a column: numbers, words too long for a narrow column, or neither."""
-    longest = 0
+    """Return the CSS class of a column: `number`; `long`, with words that may be broken; `short`,
+    which stays on a line; None."""
+    longest_text, longest_word = 0, 0
     for cell in cells:
         if isinstance(cell, int | float):
             return "number"
-        if isinstance(cell, str) and not isinstance(cell, Html):
-            longest = max([longest, *map(len, cell.split())])
-    return "long" if longest > LONG_WORD else None
+        if isinstance(cell, Html):
+            return None
+        shown = "" if cell is None else str(cell)
+        longest_text = max(longest_text, len(shown))
+        longest_word = max([longest_word, *map(len, shown.split())])
+    if longest_word > LONG_WORD:
+        return "long"
+    return "short" if longest_text <= SHORT_TEXT else None
 
 
 def facts(pairs: Iterable[tuple[str, Any]]) -> Html:
