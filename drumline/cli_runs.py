@@ -30,7 +30,9 @@ def is_there(path: Path) -> bool:
     """
     try:
         os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
+    except PermissionError:
+        raise
+    except OSError:  # no such file, no folder on the way, a loop of links
         return False
     return True
 

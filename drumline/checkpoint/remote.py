@@ -46,6 +46,7 @@ from drumline.foreign import disk_errors, first_line
 CHECKPOINTS, OWNER = "checkpoints", "owner.json"
 COPIED = ("plan.json", "config.yaml", "events.jsonl")  # of the run folder
 PAUSES = [1.0, 3.0, 9.0]  # seconds before a request is made again, besides the repetitions that s3fs makes by itself
+FILE_SYSTEMS = {"file", "local", "sftp", "ssh"}  # whose files are written bit by bit, and renamed at once
 PART_BYTES = 16 << 20  # of an object that is sent or read in parts
 MOST_PARTS = 9_000  # S3 takes 10,000
 THREADS = 4  # files at a time
@@ -75,6 +76,20 @@ class Store:
 
     def put_bytes(self, data: bytes, name: str) -> None:
         self._repeat(name, lambda: self.fs.pipe_file(self._path(name), data))
+
+    def replace_bytes(self, data: bytes, name: str) -> None:
+        """Put a file in the place of one that is there: as a whole, whenever the process is killed.
+
+        An object store does that by itself; a file system gets a new file, which is renamed.
+        """
+        protocol = self.fs.protocol
+        names = {protocol} if isinstance(protocol, str) else set(protocol)
+        if not names & FILE_SYSTEMS:
+            self.put_bytes(data, name)
+            return
+        beside = f"{name}.new"
+        self.put_bytes(data, beside)
+        self._repeat(name, lambda: self.fs.mv(self._path(beside), self._path(name)))
 
     def read(self, name: str) -> bytes:
         found = self._repeat(name, lambda: self.fs.cat_file(self._path(name)))
@@ -195,7 +210,7 @@ class Remote(Retention):
         require_owner(self.store)
         if not self.has(manifest.step):
             raise OSError(2, "no finished checkpoint of this step", f"{self.url}/{CHECKPOINTS}/{folder_name(manifest.step)}")
-        self.store.put_bytes(sealed(manifest), f"{CHECKPOINTS}/{folder_name(manifest.step)}/{MANIFEST}")
+        self.store.replace_bytes(sealed(manifest), f"{CHECKPOINTS}/{folder_name(manifest.step)}/{MANIFEST}")
         self.known[manifest.step] = manifest
 
     def has(self, step: int) -> bool:

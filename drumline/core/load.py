@@ -23,7 +23,7 @@ from drumline.core.model import TEMPLATES
 from drumline.core.redact import plain, withhold
 from drumline.core.run import EvalConfig, direction
 from drumline.core.yaml_lines import Place, read_yaml, write_yaml
-from drumline.errors import CheckpointError, ConfigError
+from drumline.errors import CheckpointError, ConfigError, DrumlineError
 from drumline.foreign import MIB, expanded, first_line, read_object
 from drumline.foreign import read_text as plain_text
 
@@ -333,7 +333,29 @@ def changed_values(config: Config) -> dict[str, Any]:
     for name, default in config.algorithm.best_by.items():  # defaults that come with the algorithm
         if full["eval"][name] != default:
             values.setdefault("eval", {})[name] = full["eval"][name]
+    _add_dependent_defaults(values, full)
     return values
+
+
+def _add_dependent_defaults(values: dict[str, Any], full: dict[str, Any]) -> None:
+    """Add keys at their own default if another key of `values` gives them another one.
+
+    GRPO's `estimator: rloo` makes `scale: none` the default, so `scale: group` must be said.
+    A config that cannot be read alone (it names files of elsewhere) is left as it is.
+    """
+    try:
+        again = Config.model_validate(values).model_dump(mode="json")
+    except (ValidationError, DrumlineError):
+        return
+    before, after = flat(full), flat(again)
+    for key, value in before.items():
+        if after.get(key) == value:
+            continue
+        section = values
+        *path, name = key.split(".")
+        for part in path:
+            section = section.setdefault(part, {})
+        section[name] = value
 
 
 def _with_kinds(changed: Any, full: Any) -> Any:

@@ -124,7 +124,11 @@ def _rows_in(origin: str, values: dict[str, Any], source: Source, forms: Forms, 
     `mapped`: the source's `columns` say which columns are read. Raises DataError, and Tie for a pair without a better answer.
     """
     if mapped:
-        is_split = judges_answers(forms) and bool(source.columns.chosen or source.columns.rejected)
+        columns = source.columns
+        maps_a_pair = bool(columns.chosen or columns.rejected)
+        maps_an_answer = bool(columns.completion or columns.label)
+        has_a_pair = "chosen" in values and "completion" not in values and not maps_an_answer
+        is_split = judges_answers(forms) and (maps_a_pair or has_a_pair)
     else:
         is_split = is_pair_to_split(values, forms, source.format, origin)
     known = PAIR_FORMS if is_split else forms

@@ -224,7 +224,7 @@ def answers(config_path: Path, overrides: list[str], place: Path | None, number:
     if all(question.meta for question in questions):
         with Rewards([TaskReward()], base_dir) as rewards:
             scored = rewards.score([Item("", text, 0, question.meta) for text, question in both])
-        known = [s.value for s in scored if not s.failures]
+        known = [s.value for s in scored if s.applies and not s.failures]
         metrics |= {"verified": sum(known) / len(known)} if known else {}
         metrics["reward_failed"] = 1 - len(known) / len(scored)
     show(f"{weights.origin} on {len(both)} held-out prompts, answered greedily", metrics)

@@ -104,7 +104,7 @@ def launch(
                     _report_failed_export(events_path, past)
                 return NotSaved.exit_code if code == NotSaved.rank_code else code
             cause = root_cause(ends)
-            if not signals.number and _was_exporting(events_path, past):
+            if not signals.number and cause.rank == 0 and _was_exporting(events_path, past):
                 _report_lost_export(cause, plan, events_path)
                 return 0
             reached, failed_at = progress_since(events_path, past)
@@ -241,8 +241,9 @@ def report_failure(
     cause: RankEnd, ends: list[RankEnd], attempt: int, step: int, reason: str | None, again: str, events_path: Path, memory_line: str | None
 ) -> None:
     """On stderr and as an event. `again`: how it goes on where there is no `reason` to stop. `memory_line`: where memory ran out."""
+    reported = report(cause, ends)
     if memory_line is None:
-        say(f"\n{report(cause, ends)}\n")
+        say(f"\n{reported}\n")
     if hang := hang_of(cause):  # on a disk that stalls this waits: the terminal comes first
         EventLog(events_path).emit(Hang(attempt=attempt, host=cause.host or None, **hang))
         for end in ends:
@@ -262,7 +263,7 @@ def report_failure(
         log=str(cause.log),
         step=step,
         action=f"stop: {reason}" if reason else "replan" if memory_line else "restart",
-        cause=None if memory_line else _cause_line(report(cause, ends)),
+        cause=None if memory_line else _cause_line(reported),
     )
     EventLog(events_path).emit(fault)
 

@@ -69,7 +69,8 @@ def link_logs(run_dir: Path) -> None:
     if not is_inside:
         logs = (run_dir / "logs" / f"attempt-{next_attempt(run_dir)}").absolute()
         logs.parent.mkdir(parents=True, exist_ok=True)
-        logs.symlink_to(launcher_logs.absolute())
+        with suppress(OSError):  # not every file system has links: the logs come at the end
+            logs.symlink_to(launcher_logs.absolute())
     session = {
         "run_dir": str(run_dir.absolute()),
         "logs": str(logs),
@@ -199,12 +200,18 @@ def _read_session(logs: Path) -> SessionOfScript | None:
 
 
 def _move_logs(logs: Path, session: SessionOfScript, ends: list[RankEnd]) -> list[RankEnd]:
-    """Move the logs of an attempt into the run folder and return `ends` with their new paths."""
-    (logs / SESSION_FILE).unlink()
-    if not session.logs.is_symlink():
+    """Move the logs of an attempt into the run folder and return `ends` with their new paths.
+
+    If that fails, as on a full disk, the logs stay with the launcher, and a note says so.
+    """
+    if logs.absolute() == session.logs:
         return ends
-    session.logs.unlink()
-    shutil.move(logs, session.logs)
+    try:
+        session.logs.unlink(missing_ok=True)
+        shutil.move(logs, session.logs)
+    except OSError as error:
+        say(f"note: the logs stay in {logs}: {error.strerror}")
+        return ends
     for emptied in (logs.parent, logs.parent.parent):
         with suppress(OSError):  # other logs are in it
             emptied.rmdir()

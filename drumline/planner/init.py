@@ -213,6 +213,7 @@ def _write_schema(path: Path) -> str:
 def _interview(answers: Answers, path: Path, console: Console) -> Answers:
     """Return the answers to all questions; each that no flag answers is put. After a wrong answer a terminal gets it again; else the
     command ends. Raises UserError for a wrong flag before any question is put."""
+    _config(answers, path)
     for number, (field, (default, question)) in enumerate(QUESTIONS.items(), start=1):
         if getattr(answers, field) is not None:
             _check_answer(field, _config(answers, path), path)

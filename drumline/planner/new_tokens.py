@@ -90,9 +90,9 @@ def rows_notes(config: Config, policy: Found) -> list[str]:
         lines.append(f"new tokens: the embedding grows by {growth.added:,} rows to {growth.rows:,}")
     if growth.already_known:
         names = ", ".join(repr(token) for token in growth.already_known)
-        its_row_stays = "its row stays as it is"
+        its_row_stays = "its row begins as it is"
         if len(growth.already_known) > 1:
-            its_row_stays = "their rows stay as they are"
+            its_row_stays = "their rows begin as they are"
         lines.append(f"new tokens: the tokenizer has {names} already, and {its_row_stays}")
     rollout = config.algorithm.rollout
     generator = None if rollout is None else rollout.generator

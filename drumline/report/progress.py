@@ -171,6 +171,9 @@ class Progress:
             + f" · length {event.length:.1f} · ended {event.ended:.0%}{gap} · seconds {spent}"
         )
         self._print_all(failed(event.failures))
+        for name, value in event.rewards.items():
+            if value is None and name not in event.failures:
+                self._print(f"reward {name} applied to no episode: it returned None for each", "yellow")
         if event.left_out:
             self._print(f"no reward applies to {event.left_out} of {event.episodes} episodes, which are left out")
 

@@ -48,15 +48,16 @@ def expected_rounding_gap(precision: str) -> float:
 def gap_limit(baseline: float | None, precision: str) -> float:
     """Return the largest gap, in nats, at which the sampler still counts as the policy.
 
-    `baseline` is the gap before the first update, when both had the same weights; None where it is
-    unknown. It has what this sampler's own kernels and type add: a server may compute in bf16 for a
-    policy in fp32. As a mean over 32 tokens it varies by 0.76 / √32 = 13% (for normal differences),
-    and a policy that grows more certain has larger logits, which round more. MARGIN covers both.
-    What `expected_rounding_gap` explains passes at any baseline, which may have been luck, such as
-    equal kernels.
+    `baseline` is the gap before the first update, when both had the same weights. It has what this
+    sampler's own kernels and type add: a server may compute in bf16 for a policy in fp32. None if
+    it is unknown, as after a resume from an older version: then the limit is that of a first gap.
+    As a mean over 32 tokens a gap varies by 0.76 / √32 = 13% (for normal differences), and a policy
+    that grows more certain has larger logits, which round more. MARGIN covers both. What
+    `expected_rounding_gap` explains passes at any baseline, which may have been luck, such as equal
+    kernels.
     """
     if baseline is None:
-        return expected_rounding_gap(precision)
+        return MOST_AT_FIRST
     return max(MARGIN * baseline, expected_rounding_gap(precision))
 
 

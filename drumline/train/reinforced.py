@@ -69,7 +69,7 @@ def reinforced(
 
 
 def product_precision(plan: Plan) -> str:
-    """The type that the policy's matrix products round to, as `sampler_check.rounding` takes it."""
+    """The type that the policy's matrix products round to, as `sampler_check.expected_rounding_gap` takes it."""
     is_tf32 = plan.precision == "fp32" and plan.device == "cuda" and plan.config.precision.tf32
     if is_tf32:
         return "fp16"  # as many bits

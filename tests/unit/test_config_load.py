@@ -13,7 +13,7 @@ import pytest
 
 from drumline import cli
 from drumline.core.config import Config
-from drumline.core.load import load, load_text, override, refused, schema, to_yaml
+from drumline.core.load import changed_values, load, load_text, override, refused, schema, to_yaml
 from drumline.core.mistakes import SYNONYMS, field_at, kinds_at
 from drumline.core.model import ModelConfig
 from drumline.core.yaml_lines import read_yaml
@@ -336,3 +336,13 @@ def test_a_folder_is_no_config(path: str) -> None:
 @pytest.mark.parametrize("path", ["runs/a b #2", "runs/a: b", "/x/@y", "a", "runs/plain-1.0", "1e5", 'q"uote/x', "null"])
 def test_a_path_in_an_override_is_read_as_it_is(path: str) -> None:
     assert read_yaml(override("run.dir", path).partition("=")[2], "value")[0] == path
+
+
+@pytest.mark.parametrize("options", ["ppo, kl: {coefficient: 0}", "grpo, estimator: rloo, scale: group"])
+def test_changed_values_read_again_are_the_same_config(options: str) -> None:
+    """Also if a key makes another one's default."""
+    rewards = "rewards: [{kind: length, free: 1, limit: 2}]"
+    text = f"model: {{id: m}}\nalgorithm: {{kind: {options}, {rewards}}}\ndata: {{train: [x.jsonl]}}\n"
+    config = load_text(text, [], "x.yaml")
+    again = type(config).model_validate(changed_values(config))
+    assert again.model_dump() == config.model_dump()

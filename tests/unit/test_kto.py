@@ -286,6 +286,9 @@ def test_pairs_by_mapped_columns_and_without_a_prompt(tmp_path: Path) -> None:
     columns = {"prompt": "q", "chosen": "better", "rejected": "worse"}
     source = FileSource.model_validate({"path": "rows.jsonl", "columns": columns})
     assert [row.values for row in read_rows(source, tmp_path, JUDGED_FORMS)] == PAIR
+    (tmp_path / "named.jsonl").write_text(json.dumps({"q": "q", "chosen": "a", "rejected": "b"}) + "\n")
+    source = FileSource.model_validate({"path": "named.jsonl", "columns": {"prompt": "q"}})
+    assert [row.values for row in read_rows(source, tmp_path, JUDGED_FORMS)] == PAIR
     (tmp_path / "texts.jsonl").write_text(
         json.dumps({"chosen": "one two a", "rejected": "one two b"}) + "\n"
     )

@@ -187,7 +187,7 @@ def test_a_token_that_the_tokenizer_has_keeps_its_row(tmp_path: Path) -> None:
         load_text("{data: {train: [{kind: digits}]}}", []), Found(model, str(tmp_path))
     )
     assert notes == [
-        "new tokens: the tokenizer has '<|im_end|>' already, and its row stays as it is"
+        "new tokens: the tokenizer has '<|im_end|>' already, and its row begins as it is"
     ]
 
 
@@ -330,7 +330,7 @@ def test_tokens_of_a_larger_tokenizer_begin_at_their_texts(tmp_path: Path) -> No
     found = Found(described(tmp_path / "model", new_tokens=known, **keys), str(tmp_path / "model"))
     assert rows_notes(config, found) == [
         "new tokens: the embedding grows by 1 rows to 321",
-        "new tokens: the tokenizer has '<|im_start|>', '<|im_end|>' already, and their rows stay as they are",
+        "new tokens: the tokenizer has '<|im_start|>', '<|im_end|>' already, and their rows begin as they are",
     ]
     with pytest.raises(ModelError, match=f"has the token '{THINK}', which the model has no row"):
         built(tmp_path / "model", new_tokens={TOOL: f"Paris {THINK}"}, **keys)
