@@ -100,6 +100,8 @@ class Saver:
                 _, (over,) = self.gather({}, float(waited >= limit or results[-1].lasting))
                 if any(over):
                     self._give_up(f"{results[-1].error}; tried for {waited:.0f} s", metric)
+                # Nothing is trained beside it any more, and memory for copies may be what it lacked.
+                self.checkpointer.asynchronous = False
                 alive(math.inf)
                 time.sleep(max(1.0, results[-1].seconds))
         if self.memory is not None:
