@@ -1,5 +1,5 @@
 """Large weights of a model's blocks that an adapter does not reach or that QLoRA leaves unpacked,
-and how a user is told. No torch here.
+and the line that says so. No torch here.
 
 The facts of a model under its adapter know both: a frozen weight is adapted if it is the base layer
 of an adapter.

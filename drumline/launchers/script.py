@@ -204,6 +204,8 @@ def _move_logs(logs: Path, session: SessionOfScript, ends: list[RankEnd]) -> lis
 
     If that fails, as on a full disk, the logs stay with the launcher, and a note says so.
     """
+    with suppress(OSError):  # it has been read, and nothing depends on its removal
+        (logs / SESSION_FILE).unlink()
     if logs.absolute() == session.logs:
         return ends
     try:

@@ -106,7 +106,7 @@ def test_init_for_another_machine(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_init_offers_adapters_where_training_all_weights_is_slow(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--yes and Enter take LoRA, after a table of the choices; who asks for all weights gets them, and is told what is faster."""
+    """--yes and Enter take LoRA, after a table of the choices; an explicit `full` is kept, and a line says what is faster."""
     flags = ["--model", "llama-3.1-8b", "--algorithm", "sft", "--data", "x.jsonl", "--cluster", "4x4090", "--length", 2048]
     code, _, err = run("init", tmp_path / "yes.yaml", *flags, "--yes")
     assert code == 0 and init_lines((tmp_path / "yes.yaml").read_text())["adapter"] == "lora", err
