@@ -67,7 +67,7 @@ def train(
         ),
     ] = None,
     allow: Annotated[
-        str | None, typer.Option(metavar="KEYS", help="With --resume: config keys that may differ, comma-separated, or `all`.")
+        list[str] | None, typer.Option(metavar="KEYS", help="With --resume: config keys that may differ, comma-separated, or `all`.")
     ] = None,
     trust_remote_code: Trust = False,
     detach: Annotated[bool, typer.Option("--detach", help="With a launcher that submits: do not wait for the end.")] = False,
@@ -247,7 +247,7 @@ def evaluate(
     ] = None,
     generate: Annotated[int | None, typer.Option(min=1, metavar="N", help="sft: answer N held-out prompts with greedy decoding.")] = None,
     lm_eval: Annotated[
-        str | None, typer.Option(metavar="TASKS", help="Comma-separated tasks of lm-eval; CONFIG may then be a run folder.")
+        list[str] | None, typer.Option(metavar="TASKS", help="Comma-separated tasks of lm-eval; CONFIG may then be a run folder.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With --lm-eval: questions per task.")] = None,
     include_path: Annotated[Path | None, _path_option(help="With --lm-eval: a folder with more task YAMLs.")] = None,
@@ -288,7 +288,7 @@ def verify(
     config: ConfigFile,
     overrides: Overrides = None,
     strategies: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Comma-separated: `ddp,fsdp2 tp=2`. Default: the common ones.")
+        list[str] | None, typer.Option(metavar="LIST", help="Comma-separated: `ddp,fsdp2 tp=2`. Default: the common ones.")
     ] = None,
     nproc: Annotated[int, typer.Option(min=1, help="Processes per strategy.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps per run.")] = 3,

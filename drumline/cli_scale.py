@@ -61,13 +61,19 @@ def sweep(
 def bench(
     config: ConfigFile,
     overrides: Overrides = None,
-    nproc: Annotated[str, typer.Option(metavar="1,2,4", help="Processes of each host.")] = "1,2",
-    strategies: Annotated[str | None, typer.Option(metavar="LIST", help="Such as `ddp,fsdp2 tp=2`. Default: the config's own.")] = None,
-    nodes: Annotated[str | None, typer.Option(metavar="1,2", help="Hosts, where launch.kind is ssh, slurm or ray. Default: all.")] = None,
+    nproc: Annotated[list[str] | None, typer.Option(metavar="1,2,4", help="Processes of each host. Default: 1,2.")] = None,
+    strategies: Annotated[
+        list[str] | None, typer.Option(metavar="LIST", help="Such as `ddp,fsdp2 tp=2`. Default: the config's own.")
+    ] = None,
+    nodes: Annotated[
+        list[str] | None, typer.Option(metavar="1,2", help="Hosts, where launch.kind is ssh, slurm or ray. Default: all.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, max=10**6, help="Counted steps of a round, after the first few.")] = 20,
     rounds: Annotated[int, typer.Option(min=1, max=1000, help="Each case is measured once a round, in turn.")] = 3,
     weak: Annotated[bool, typer.Option("--weak", help="Weak scaling: the global batch grows with the processes.")] = False,
-    predict: Annotated[str | None, typer.Option(metavar="CLUSTERS", help="Also predict, such as `8xh100-80g,2x8xh100-80g`.")] = None,
+    predict: Annotated[
+        list[str] | None, typer.Option(metavar="CLUSTERS", help="Also predict, such as `8xh100-80g,2x8xh100-80g`.")
+    ] = None,
     to: Annotated[Path | None, typer.Option(parser=path_of, metavar="F", help="The folder. Default: runs/NAME-bench.")] = None,
 ) -> None:
     """Measure how a config scales: samples/s, speed-up, efficiency, memory and communication, beside what the planner predicts."""
@@ -75,7 +81,7 @@ def bench(
     from drumline.bench.scaling import bench as run
 
     options = Options(
-        _numbers(nproc, "--nproc"),
+        _numbers(nproc or ["1,2"], "--nproc"),
         read_list(strategies, "--strategies", "ddp,fsdp2"),
         _numbers(nodes, "--nodes"),
         steps,
@@ -87,11 +93,11 @@ def bench(
     raise typer.Exit(run(config, overrides or [], options))
 
 
-def _numbers(text: str | None, flag: str) -> tuple[int, ...]:
+def _numbers(texts: list[str] | None, flag: str) -> tuple[int, ...]:
     """Return whole numbers with commas between them, each once and the smallest first; none where the option was not given.
 
     Raises UserError."""
-    parts = read_list(text, flag, "1,2,4")
+    parts = read_list(texts, flag, "1,2,4")
     for part in parts:
         if not re.fullmatch("0*[1-9][0-9]{0,3}", part):
             raise UserError(f"{part[:40]!r} given, whole numbers from 1 to 9,999 are wanted", where=flag, fix="such as 1,2,4")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -20,20 +21,23 @@ class UsageMistake(UserError):
     """A mistake in the usage of a command. Under another launcher every rank makes it, and rank 0 alone reports it."""
 
 
-def read_list(text: str | None, flag: str, example: str) -> tuple[str, ...]:
+def read_list(texts: Sequence[str] | None, flag: str, example: str) -> tuple[str, ...]:
     """Return the parts of a comma-separated option, each once and in order.
 
-    `None` means that the option was not given, and gives no parts. An option that was given must name something: an
-    empty list or an empty part would silently stand for everything. `example` is shown in the error. Raises UsageMistake.
+    `texts` has one entry for each time that the option was given: `--allow a,b` and `--allow a --allow b` mean the
+    same. `None` or nothing means that it was not given, and gives no parts. An option that was given must name
+    something: an empty list or an empty part would silently stand for everything. `example` is shown in the error.
+    Raises UsageMistake.
     """
-    if text is None:
-        return ()
-    parts = [part.strip() for part in text.split(",")]
-    if not any(parts):
-        raise UsageMistake("an empty list given", where=flag, fix=f"name at least one, such as {example}, or leave {flag} out")
-    if not all(parts):
-        raise UsageMistake(f"{text[:80]!r} has an empty part", where=flag, fix=f"put one comma between two names, such as {example}")
-    return tuple(dict.fromkeys(parts))
+    found: dict[str, None] = {}
+    for text in texts or ():
+        parts = [part.strip() for part in text.split(",")]
+        if not any(parts):
+            raise UsageMistake("an empty list given", where=flag, fix=f"name at least one, such as {example}, or leave {flag} out")
+        if not all(parts):
+            raise UsageMistake(f"{text[:80]!r} has an empty part", where=flag, fix=f"put one comma between two names, such as {example}")
+        found |= dict.fromkeys(parts)
+    return tuple(found)
 
 
 class Command(TyperCommand):

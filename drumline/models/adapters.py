@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import math
 import re
 import sys
@@ -15,8 +16,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -29,6 +32,8 @@ from drumline.models.blocks import blocks, is_head_tied, vocabulary, whole_layer
 from drumline.models.classes import reads_images
 from drumline.models.packed import PackedLinear
 from drumline.models.scores import extra_heads
+
+logger = logging.getLogger(__name__)
 
 NAME = "default"
 A, B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
@@ -184,7 +189,7 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
         for each, options in wanted.items()
     }
     meta = next(model.parameters()).is_meta
-    with drawing(None), warnings.catch_warnings():
+    with drawing(None), warnings.catch_warnings(), _targets_as_named():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")  # blocks with layers of both kinds: PEFT mends it by layer
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # of the adapter before
         warnings.filterwarnings("ignore", message=TIED)
@@ -207,6 +212,32 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
         for name, value in values.items():
             model.get_parameter(f"{path}.{name}").data.copy_(value)
         layer.first = {name: value for name, value in values.items() if "lora_" in name}
+
+
+@contextlib.contextmanager
+def _targets_as_named() -> Iterator[None]:
+    """Within, PEFT adapts the modules that a config names and nothing else.
+
+    For most mixtures PEFT takes `gate_proj`, `up_proj` and `down_proj` for the experts, which had
+    these names before transformers 5: it would leave out the dense layers and the shared experts
+    that have them now, and adapt the experts instead.
+    """
+    from drumline.vendor.peft import weight_conversion
+
+    with mock.patch.object(weight_conversion, "convert_peft_config_for_transformers", lambda *_, **__: None):
+        yield
+
+
+def _targets_taken_for_experts(options: Any, model: Any) -> list[str]:
+    """Return the targets that PEFT, reading these files, would take for a mixture's experts."""
+    from drumline.vendor.peft import weight_conversion
+
+    read = copy.deepcopy(options)
+    try:
+        weight_conversion.convert_peft_config_for_transformers(read, model=model, conversions=None)
+    except ValueError:  # gate_proj without up_proj: PEFT refuses to read it
+        return sorted(options.target_modules)
+    return sorted(set(options.target_modules) - set(read.target_modules))
 
 
 def starting(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -450,6 +481,14 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
     # PEFT's names are those within a PeftModel, which has the model as base_model.model.
     state = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
     options, heads = model.peft_config[NAME], extra_heads(model)
+    misread = _targets_taken_for_experts(options, model)
+    if misread:
+        logger.warning(
+            "PEFT itself would take the targets %s for the experts of %s and leave out the layers that were trained: "
+            "load this adapter with Drumline, or export the merged model",
+            ", ".join(misread),
+            model.config.model_type,
+        )
     named = list(model.named_parameters(remove_duplicate=False))  # PEFT reads tied ones by both names
     whole = heads | {name for name, parameter in named if parameter.requires_grad and not is_adapter(name)}
     trained = len(whole) + sum(is_adapter(name) for name, _ in model.named_parameters())
@@ -495,7 +534,8 @@ def read_over(base: Any, folder: Path, all_of_them: bool = True) -> Any:
     folder of another tool's those in folders in it are older ones."""
     from peft import PeftModel
 
-    with warnings.catch_warnings():
+    targets = contextlib.nullcontext() if _adapts_experts(folder) else _targets_as_named()
+    with warnings.catch_warnings(), targets:
         warnings.simplefilter("ignore", FutureWarning)  # PEFT uses old names of transformers
         warnings.filterwarnings("ignore", message=TIED)
         model: Any = PeftModel.from_pretrained(base, str(folder))
@@ -506,6 +546,15 @@ def read_over(base: Any, folder: Path, all_of_them: bool = True) -> Any:
         if more:
             model.base_model.set_adapter([NAME, *(place.name for place in more)])
     return model.eval()
+
+
+def _adapts_experts(folder: Path) -> bool:
+    """Return whether an adapter of another tool has factors for the experts of a mixture."""
+    path = folder / FILE
+    if not path.is_file():
+        return False
+    with safe_open(path, framework="pt") as file:
+        return any("experts" in name.split(".") for name in file.keys())  # noqa: SIM118 — not a dictionary
 
 
 def _over_files(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ from drumline.report.facts import APART, RunFacts, Trace, short_names
 from drumline.report.sections import short
 
 SURE = 0.05  # of Welch's test: a difference that is less likely by chance counts
+ROUNDING = 1e-5  # relative; what tests of parity hold losses of two strategies to
 ABSENT = "–"  # of a key that a run does not have
 MOST_NAME, MOST_WORD = 36, 14  # columns that a name, and a word of another cell, are not broken in: together they fit a width of 80
 HELD_OUT = "held out: "  # begins the names of curves that few steps have
@@ -50,6 +51,12 @@ class Verdict:
         return statistics.fmean(self.values[1]) - statistics.fmean(self.values[0])
 
     @property
+    def differs_by_rounding(self) -> bool:
+        """Whether the two are as close as fp32 keeps the same training under two strategies."""
+        a, b = statistics.fmean(self.values[0]), statistics.fmean(self.values[1])
+        return abs(b - a) <= ROUNDING * max(abs(a), abs(b))
+
+    @property
     def winner(self) -> str:
         ahead = self.difference * self.better
         if self.better == 0:
@@ -57,7 +64,7 @@ class Verdict:
         if math.isnan(ahead):
             lost = [name for name, side in zip("AB", self.values, strict=True) if any(map(math.isnan, side))]
             return "neither has a number" if len(lost) == 2 else f"{'B' if lost == ['A'] else 'A'}: {lost[0]} has no number"
-        if ahead == 0:
+        if self.p is None and self.differs_by_rounding:
             return "alike"
         name = "B" if ahead > 0 else "A"
         return f"{name} ahead, untested" if self.p is None else name if self.p < SURE else "not shown"

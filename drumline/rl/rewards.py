@@ -167,7 +167,7 @@ class Rewards:
     def _scored(self, item: Item, given: Mapping[str, float]) -> Scored:
         """All rewards of an item, in turn, the isolated ones in this thread's process."""
         parts, failures, value = {}, {}, 0.0
-        applies = False
+        applies = not any(map(_decides, self.configs))
         for index, (name, config) in enumerate(zip(self.names, self.configs, strict=True)):
             failure: str | None = None
             if isinstance(config, LengthReward):
@@ -185,7 +185,8 @@ class Rewards:
             does_not_apply = failure is None and math.isnan(weighted)
             if does_not_apply:
                 continue
-            applies = True
+            # A penalty for length, or a reward of weight 0, does not make up for all the others not applying.
+            applies = applies or _decides(config)
             if failure is None:
                 value += weighted
             else:
@@ -201,6 +202,11 @@ class Rewards:
         self._own.worker = worker = Isolated(self.isolated, self.base_dir)
         self._workers.add(worker)
         return worker
+
+
+def _decides(config: Reward) -> bool:
+    """Return whether a reward can say how good an answer is: not a penalty for length, and not one of weight 0."""
+    return not isinstance(config, LengthReward) and config.weight != 0
 
 
 def overlong(tokens: int, free: int, limit: int) -> float:

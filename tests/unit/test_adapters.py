@@ -27,7 +27,7 @@ from drumline.models.load import facts, load_config
 from drumline.models.shards import canonical_tensors
 from drumline.train.setup import Request, make_plan
 from tests.harness import write_config
-from tests.tiny import tiny_model_dir
+from tests.tiny import tiny_architecture_dir, tiny_model_dir
 from tests.unit.conftest import Run
 
 IDS = torch.arange(24)[None] * 7 % 300
@@ -317,6 +317,28 @@ def test_kinds_change_nothing_at_first_and_are_exported_as_they_were_trained(fol
     if options.more:
         again = adapters.read_over(build_model(str(folder), ModelConfig(id=str(folder)), 0), tmp_path / "apart", all_of_them=False)
         assert not torch.allclose(again(input_ids=IDS).logits, expected, atol=1e-2)
+
+
+def test_shared_experts_of_a_mixture_are_adapted_and_experts_are_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """PEFT by itself would take `gate_proj` for the experts, whose adapters no merge and no count of ours knows."""
+    from transformers import AutoModelForCausalLM
+
+    base = tiny_architecture_dir(tmp_path / "base", "deepseek_v3", layers=2)
+    model = adapted(base).eval()
+    assert any("shared_experts.gate_proj.lora_A" in name for name in learned(model))
+    assert any("layers.0.mlp.gate_proj.lora_A" in name for name in learned(model))
+    assert not any("experts" in name.split(".") for name in learned(model))
+    counted = facts(load_config(str(base), ModelConfig(id=str(base))), 64, LORA)
+    assert counted.trainable == sum(value.numel() for value in learned(model).values())
+    expected = move(model).eval()(input_ids=IDS).logits
+    run = run_of(tmp_path, base, model)
+    export(run, tmp_path / "merged", "last")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    torch.testing.assert_close(merged(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
+    export(run, tmp_path / "apart", "last", adapter=True)
+    assert "PEFT itself would take the targets down_proj, gate_proj, up_proj for the experts" in caplog.text
+    read = adapters.read_over(build_model(str(base), ModelConfig(id=str(base)), 0), tmp_path / "apart")
+    torch.testing.assert_close(read(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_shard_begins_as_its_part_of_one_process(folder: Path) -> None:

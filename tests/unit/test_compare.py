@@ -10,7 +10,7 @@ import pytest
 
 from drumline.core.load import load_text
 from drumline.errors import UserError
-from drumline.report.compare import compare, judge, sides, welch
+from drumline.report.compare import Verdict, compare, judge, sides, welch
 from drumline.report.curves import groups
 from drumline.report.facts import RunFacts
 from drumline.report.sections import _key_numbers
@@ -22,6 +22,14 @@ def test_welch() -> None:
     # scipy.stats.ttest_ind(..., equal_var=False).pvalue
     assert welch([1.0, 2.0, 3.0, 4.0], [2.0, 4.0, 6.0, 8.0, 10.0]) == pytest.approx(0.069133593, abs=1e-8)
     assert welch([1.0], [2.0, 3.0]) is None and welch([1.0, 1.0], [2.0, 2.0]) is None
+
+
+def test_rounding_has_no_winner() -> None:
+    def verdict(other: float) -> str:
+        return Verdict("loss", ([2.0], [other]), -1, None).winner
+
+    assert verdict(2.0) == "alike" and verdict(2.0 + 1.9e-5) == "alike"
+    assert verdict(2.0 + 2.1e-5) == "A ahead, untested" and verdict(1.9) == "B ahead, untested"
 
 
 def test_seeds_are_sides_and_the_better_one_is_named(

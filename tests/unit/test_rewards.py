@@ -18,7 +18,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from drumline.algorithms.grpo.spec import GRPOConfig
-from drumline.core.rollouts import Reward
+from drumline.core.rollouts import LengthReward, Reward
 from drumline.errors import ConfigError, EnvironmentFault
 from drumline.rl.rewards import Isolated, Item, Rewards, check, count_reasons, overlong, reward_names
 from tests.harness import ENV, drumline, write_config
@@ -154,6 +154,16 @@ def test_misbehaviour_costs_its_sample_and_is_named(folder: Path) -> None:
         assert math.isnan(one.parts["naughty"]) == (not has_value)
         assert one.value == 0.5 * len(completion) + has_value
     assert again[0].value == 2.0
+
+
+def test_what_decides_nothing_does_not_apply_for_the_others(folder: Path) -> None:
+    """A penalty for length and a reward of weight 0 say nothing of an answer that no other reward judges."""
+    length = LengthReward(free=1, limit=2)
+    with Rewards([mine("naughty"), length, mine("length", weight=0)], folder, workers=1) as rewards:
+        unjudged, judged = rewards.score(items("none", "fine"))
+    assert not unjudged.applies and judged.applies
+    with Rewards([length], folder, workers=1) as rewards:
+        assert rewards.score(items("none"))[0].applies, "by itself it decides"
 
 
 def test_only_its_own_process_is_lost(folder: Path) -> None:

@@ -70,9 +70,10 @@ def test_help_is_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_list_is_read_in_one_way() -> None:
     assert read_list(None, "--x", "a") == ()
-    assert read_list(" b, a,b ", "--x", "a") == ("b", "a")
+    assert read_list([" b, a,b "], "--x", "a") == ("b", "a")
+    assert read_list(["a,b", "c", "a"], "--x", "a") == ("a", "b", "c"), "given twice, it adds up"
     with pytest.raises(UserError, match="empty part"):
-        read_list("a,", "--x", "a")
+        read_list(["a,"], "--x", "a")
 
 
 def test_the_server_gives_no_advice_to_leave_the_versions_that_work() -> None:
