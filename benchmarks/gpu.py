@@ -1,9 +1,17 @@
-"""What the first minutes on a GPU are for, in parts that stop themselves after nine: `make gpu PART=tests|memory|speed|kernels|rl`.
+"""Fifteen minutes on a GPU, in parts that stop themselves after four: `make gpu`, or one of them with `make gpu PART=probe`.
 
     PYTHONPATH=. python benchmarks/gpu.py PART --out FILE.json
 
-Each part runs its commands in order of worth, writes what it has after each, and prints a table. Without a GPU the same parts run at
-tiny sizes on the CPU, which says that the commands work and nothing about a GPU.
+In order of worth:
+probe    versions, which attention kernels run, one packed bf16 run against the CPU's losses (about 40 s)
+tests    tests/gpu
+speed    8B LoRA at 4,096 tokens and 1B full, eager and compiled: tokens/s, MFU, peak against the plan
+memory   the memory sweep
+kernels  each kernel's values and its effect on one shape, then rollouts of GRPO and PPO, and DPO
+peers    calibration, and SFT against a bare loop and TRL
+
+A part writes its file after each command, so that what was seen stays when the machine goes. Without a GPU the same parts run at tiny
+sizes on the CPU, which shows that the commands work and nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,158 +34,276 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 CUDA = torch.cuda.is_available()
-SECONDS = 540.0  # of a part
+SECONDS = 235.0  # of a part
 PYTHON = sys.executable
-PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "pydantic", "datasets", "deepspeed", "trl")
+PYTEST = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "accelerate",
+    "peft",
+    "pydantic",
+    "datasets",
+    "deepspeed",
+    "trl",
+)
+Commands = dict[str, list[str]]  # name → command line
 
 
-def commands(part: str) -> dict[str, list[str]]:
-    """Name → command of what a part runs after its probe, in order of worth."""
-    tests = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    if part == "tests":
-        losses = {"losses": [*tests, "-n", "0", "tests/gpu/test_losses.py"]}
-        others = {"every other test of tests/gpu": [*tests, "-n", "4", "tests/gpu", "--ignore", "tests/gpu/test_losses.py"]}
-        return {**losses, **sft("packed run", "tiny", "--packed", alone=True), **(others if CUDA else {})}
-    if part == "memory":
-        return {"memory sweep": [PYTHON, "benchmarks/gpu_memory_sweep.py"]} if CUDA else {"losses' memory": small_losses()}
-    if part == "kernels":
-        return kernels()
-    if part == "rl":
-        return {name: reinforced(name) for name in ("grpo", "ppo", "dpo")}
-    calibrate = {"calibrate": [PYTHON, "-m", "drumline", "calibrate", "--quick"]}
+def probe_commands() -> Commands:
+    return {"bf16 losses": [PYTHON, "benchmarks/gpu_losses.py"]}
+
+
+def test_commands() -> Commands:
+    losses = {"losses": [*PYTEST, "-n", "0", "tests/gpu/test_losses.py"]}
     if not CUDA:
-        return {**sft("tiny packed LoRA", "tiny", "--packed", "--lora", alone=True), "losses": small_losses()}
-    planner = {"planner": [PYTHON, "benchmarks/gpu_memory_sweep.py", "--runs", "llama"]}
-    ways = {"full": (), "LoRA": ("--lora",), "packed": ("--packed",)}
-    matches: dict[str, list[str]] = {}
+        return losses
+    rest = [*PYTEST, "-n", "4", "tests/gpu", "--ignore", "tests/gpu/test_losses.py"]
+    return {**losses, "the other tests of tests/gpu": rest}
+
+
+def speed_commands() -> Commands:
+    if CUDA:
+        return {"speed": [PYTHON, "benchmarks/gpu_memory_sweep.py", "--list", "speed"]}
+    return {"speed": [PYTHON, "benchmarks/gpu_memory_sweep.py", "--smoke"]}
+
+
+def memory_commands() -> Commands:
+    if CUDA:
+        return {"memory sweep": [PYTHON, "benchmarks/gpu_memory_sweep.py"]}
+    return {"losses' memory": small_losses()}
+
+
+def kernel_commands() -> Commands:
+    """Each kernel's values, attention by documents, one shape with each of the others; rollouts."""
+    packed_attention = [PYTHON, "benchmarks/packed_attention.py", "--model", "tiny"]
+    commands: Commands = {}
+    shape = "tiny"
+    options: dict[str, list[str]] = {"plain": []}
+    if CUDA:
+        shape = "1b"
+        files = ["tests/gpu/test_kernels.py", "tests/gpu/test_attention.py"]
+        commands["values"] = [*PYTEST, "-n", "0", *files]
+        commands["attention by documents"] = [*packed_attention, "--length", "4096"]
+        options["fp8"] = ["--set=precision=fp8"]
+        options["liger"] = ["--set=model.kernels=liger"]
+        options["compiled"] = ["--set=compile.enabled=true"]
+    else:
+        commands["attention by documents"] = [*packed_attention, "--smoke"]
+    commands["grpo"] = rl_command("grpo")
+    for name, keys in options.items():
+        commands[f"SFT {shape} {name}"] = sft_command(shape, *keys, contenders=["drumline"])
+    commands["ppo"] = rl_command("ppo")
+    commands["dpo"] = rl_command("dpo")
+    return commands
+
+
+def peer_commands() -> Commands:
+    if not CUDA:
+        tiny = sft_command("tiny", "--packed", "--lora", contenders=["drumline"])
+        return {"SFT tiny packed LoRA": tiny, "losses": small_losses()}
+    commands: Commands = {"calibrate": [PYTHON, "-m", "drumline", "calibrate", "--quick"]}
+    contenders = ["drumline", "bare"]
+    if find_spec("trl"):
+        contenders.append("trl")
     for shape in ("1b", "8b"):
-        for way, options in ways.items():
-            matches |= sft(f"{shape} {way}", shape, *options, *(["--checkpointing"] if shape == "8b" else []))
-    return {**calibrate, **matches, **planner, "losses": [PYTHON, "benchmarks/chunked_cross_entropy.py"]}
+        checkpointing = ["--checkpointing"] if shape == "8b" else []
+        for name, options in {"full": [], "LoRA": ["--lora"], "packed": ["--packed"]}.items():
+            command = sft_command(shape, *options, *checkpointing, contenders=contenders)
+            commands[f"SFT {shape} {name}"] = command
+    commands["losses"] = [PYTHON, "benchmarks/chunked_cross_entropy.py"]
+    return commands
 
 
-def kernels() -> dict[str, list[str]]:
-    """Each kernel's values, then attention by documents against the mask, and one shape with each of the others."""
-    values = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "tests/gpu/test_kernels.py", "tests/gpu/test_attention.py"]
-    attention = [PYTHON, "benchmarks/packed_attention.py", *(["--length", "4096"] if CUDA else ["--smoke"]), "--model", "tiny"]
-    made = {"values": values} | {"attention by documents": attention} if CUDA else {"attention by documents": attention}
-    options = {"plain": [], "fp8": ["precision=fp8"], "liger": ["model.kernels=liger"], "compiled": ["compile.enabled=true"]}
-    for name, keys in (options if CUDA else {"plain": []}).items():
-        made |= sft(f"1b {name}", "1b" if CUDA else "tiny", *(f"--set={key}" for key in keys), alone=True)
-    return made
+# In order of worth: whoever has a machine for minutes runs the first ones.
+PARTS: dict[str, Callable[[], Commands]] = {
+    "probe": probe_commands,
+    "tests": test_commands,
+    "speed": speed_commands,
+    "memory": memory_commands,
+    "kernels": kernel_commands,
+    "peers": peer_commands,
+}
 
 
-def reinforced(algorithm: str) -> list[str]:
-    """One round of an algorithm against its peer."""
+def rl_command(algorithm: str) -> list[str]:
+    """Return the command of one round of an algorithm, against its peer if there is one."""
+    contenders = "drumline"
+    if algorithm == "ppo":
+        contenders = "drumline,bare"  # TRL has no PPO any more
+    elif find_spec("trl"):
+        contenders = "drumline,trl"
     size = ["--shape", "1b", "--steps", "4"] if CUDA else ["--smoke"]
-    contenders = "drumline,bare" if algorithm == "ppo" else "drumline,trl" if find_spec("trl") else "drumline"
-    return [PYTHON, "benchmarks/rl_vs_peers.py", "--algorithm", algorithm, "--rounds", "1", "--contenders", contenders, *size]
+    command = [PYTHON, "benchmarks/rl_vs_peers.py", "--algorithm", algorithm, "--rounds", "1"]
+    return [*command, "--contenders", contenders, *size]
 
 
-def sft(name: str, shape: str, *options: str, alone: bool = False) -> dict[str, list[str]]:
-    """One round of SFT by Drumline, and if not `alone` by the bare loop and by TRL where that is installed."""
-    peers = ["drumline"] if alone else ["drumline", "bare", *(["trl"] if find_spec("trl") else [])]
-    size = {"--length": "2048", "--steps": "6"} if CUDA else {"--length": "64", "--steps": "2"}
-    sizes = [word for pair in size.items() for word in pair]
-    command = [PYTHON, "benchmarks/sft_vs_peers.py", "--shape", shape, "--rounds", "1", "--contenders", ",".join(peers), *sizes, *options]
-    return {f"SFT {name}": command}
+def sft_command(shape: str, *options: str, contenders: list[str]) -> list[str]:
+    """Return the command of one round of SFT of a shape by each of the contenders."""
+    size = ["--length", "2048", "--steps", "6"] if CUDA else ["--length", "64", "--steps", "2"]
+    command = [PYTHON, "benchmarks/sft_vs_peers.py", "--shape", shape, "--rounds", "1"]
+    return [*command, "--contenders", ",".join(contenders), *size, *options]
 
 
 def small_losses() -> list[str]:
-    sizes = {"tokens": 64, "vocabulary": 256, "hidden": 16, "chunk": 32, "repeats": 1, "rounds": 1}
-    return [PYTHON, "benchmarks/chunked_cross_entropy.py", *(str(word) for name, value in sizes.items() for word in (f"--{name}", value))]
+    sizes = ["--tokens", "64", "--vocabulary", "256", "--hidden", "16", "--chunk", "32"]
+    return [PYTHON, "benchmarks/chunked_cross_entropy.py", *sizes, "--repeats", "1", "--rounds", "1"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("tests", "memory", "speed", "kernels", "rl"))
-    parser.add_argument("--out", type=Path, required=True, help="the figures as JSON, written anew after each command")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="the part stops itself after this long")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=tuple(PARTS))
+    parser.add_argument(
+        "--out", type=Path, required=True, help="the figures as JSON, written after each command"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="the part stops itself after this long"
+    )
     parser.add_argument("--only", default="", help="only commands with this in their names")
     options = parser.parse_args()
     ends = time.monotonic() + options.seconds
     rows: list[dict[str, object]] = []
-    device = torch.cuda.get_device_name() if CUDA else "cpu"
-    figures: dict[str, object] = {"part": options.part, "device": device, "versions": versions(), "runs": rows}
-    if options.part == "tests":
-        figures["attention"] = attention()
-    for name, command in commands(options.part).items():
+    figures: dict[str, object] = {
+        "part": options.part,
+        "device": torch.cuda.get_device_name() if CUDA else "cpu",
+        "versions": installed_versions(),
+        "runs": rows,
+    }
+
+    def write() -> None:
+        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+
+    if options.part == "probe":
+        figures["attention"] = attention_kernels()
+        write()
+    for name, command in PARTS[options.part]().items():
         if options.only not in name:
             continue
         rows.append(run(name, command, ends - time.monotonic()))
-        options.out.write_text(json.dumps(figures, indent=1) + "\n")
-    print(json.dumps({key: value for key, value in figures.items() if key != "runs"}, indent=1))
+        write()
+    figures_of_part = {key: value for key, value in figures.items() if key != "runs"}
+    print(json.dumps(figures_of_part, indent=1))
     for row in rows:
         print(f"{row['name']:40} {row['end']:>10} {row['seconds']!s:>8} s  {row['last']}")
-    sys.exit(any(row["end"] != "0" for row in rows))
+    has_failed = any(row["end"] != "0" for row in rows)
+    sys.exit(has_failed)
 
 
-def versions() -> dict[str, str]:
-    there = {}
+def installed_versions() -> dict[str, str]:
+    versions = {}
     for name in PACKAGES:
         try:
-            there[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            there[name] = "not installed"
-    return there
+            versions[name] = "not installed"
+    return versions
 
 
-def attention() -> dict[str, object]:
-    """Which kernels of attention run, and the seconds of the first call at each of new lengths, as torch chooses and without cuDNN."""
-    device, dtype = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
+def attention_kernels() -> dict[str, object]:
+    """Return which attention kernels run for each kind of call and which torch takes by itself.
+
+    Also the seconds of the first call at twenty new lengths, as torch chooses and without cuDNN,
+    which builds a plan for each new shape.
+    """
+    results: dict[str, object] = {}
+    calls = {"plain": (64, 64, False), "masked": (64, 64, True), "decoding": (1, 64, False)}
+    for name, (queries, keys, is_masked) in calls.items():
+        results[name] = {
+            "able": able_kernels(queries, keys, is_masked),
+            "by default": default_kernels(queries, keys, is_masked),
+        }
     lengths = range(513, 533) if CUDA else range(17, 20)
-
-    def call(queries: int, keys: int, masked: bool) -> float:
-        q, k = (torch.randn(1, 8, length, 64, device=device, dtype=dtype) for length in (queries, keys))
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril() if masked else None
-        began = time.perf_counter()
-        scaled_dot_product_attention(q, k, k, attn_mask=mask, is_causal=not masked and queries == keys)
-        if CUDA:
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-    def chosen(queries: int, keys: int, masked: bool) -> list[str]:
-        """The operators of attention that torch takes by itself."""
-        with torch.profiler.profile() as profile:
-            call(queries, keys, masked)
-        return sorted({event.key for event in profile.key_averages() if event.key.startswith("aten::_scaled_dot_product")})
-
-    runs: dict[str, object] = {}
-    for name, (queries, keys, masked) in {"plain": (64, 64, False), "masked": (64, 64, True), "decoding": (1, 64, False)}.items():
-        able = []
-        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH):
-            try:
-                with sdpa_kernel(backend):
-                    call(queries, keys, masked)
-                able.append(backend.name)
-            except RuntimeError:  # this kernel does not take this
-                continue
-        runs[name] = {"able": able, "by default": chosen(queries, keys, masked)}
-    runs["first calls, as torch chooses"] = [round(call(length, length, False), 6) for length in lengths]
+    results["first calls, as torch chooses"] = first_call_seconds(lengths)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    runs["first calls, without cuDNN"] = [round(call(length + 100, length + 100, False), 6) for length in lengths]
+    new_lengths = range(lengths.start + 100, lengths.stop + 100)
+    results["first calls, without cuDNN"] = first_call_seconds(new_lengths)
     torch.backends.cuda.enable_cudnn_sdp(True)
-    return runs
+    return results
+
+
+def able_kernels(queries: int, keys: int, is_masked: bool) -> list[str]:
+    backends = (
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    )
+    able = []
+    for backend in backends:
+        try:
+            with sdpa_kernel(backend):
+                attention_seconds(queries, keys, is_masked)
+        except RuntimeError:  # this kernel does not take this call
+            continue
+        able.append(backend.name)
+    return able
+
+
+def default_kernels(queries: int, keys: int, is_masked: bool) -> list[str]:
+    with torch.profiler.profile() as profile:
+        attention_seconds(queries, keys, is_masked)
+    operators = {event.key for event in profile.key_averages()}
+    return sorted(key for key in operators if key.startswith("aten::_scaled_dot_product"))
+
+
+def first_call_seconds(lengths: range) -> list[float]:
+    return [round(attention_seconds(length, length, False), 6) for length in lengths]
+
+
+def attention_seconds(queries: int, keys: int, is_masked: bool) -> float:
+    """Return the wall seconds of one call of attention: 8 heads of 64, one sequence."""
+    device = "cuda" if CUDA else "cpu"
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    query = torch.randn(1, 8, queries, 64, device=device, dtype=dtype)
+    key = torch.randn(1, 8, keys, 64, device=device, dtype=dtype)
+    mask = None
+    if is_masked:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
+    is_causal = not is_masked and queries == keys
+    if CUDA:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    scaled_dot_product_attention(query, key, key, attn_mask=mask, is_causal=is_causal)
+    if CUDA:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def run(name: str, command: list[str], seconds: float) -> dict[str, object]:
-    """A command in a process group of its own, which ends with its time."""
+    """Run a command in a process group of its own, which is killed when its time is up."""
     if seconds <= 1:
         return {"name": name, "end": "not begun", "seconds": 0.0, "last": "", "output": ""}
-    began = time.monotonic()
-    path = os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])])
+    start = time.monotonic()
+    path = str(Path.cwd())
+    if os.environ.get("PYTHONPATH"):
+        path += os.pathsep + os.environ["PYTHONPATH"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": path}, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=seconds)
         end = str(process.returncode)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        output, end = process.communicate()[0], "time is up"
+        output, _ = process.communicate()
+        end = "time is up"
     lines = output.strip().splitlines()
-    last = lines[-1][: shutil.get_terminal_size().columns] if lines else ""
-    return {"name": name, "end": end, "seconds": round(time.monotonic() - began, 1), "last": last, "output": output[-8000:]}
+    last_line = lines[-1] if lines else ""
+    return {
+        "name": name,
+        "end": end,
+        "seconds": round(time.monotonic() - start, 1),
+        "last": last_line[: shutil.get_terminal_size().columns],
+        "output": output[-8000:],
+    }
 
 
 if __name__ == "__main__":

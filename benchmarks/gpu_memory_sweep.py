@@ -1,10 +1,11 @@
 """What runs on one GPU take, against their plans: torch's max_memory_allocated and max_memory_reserved, and the seconds of a step.
 
-    drumline calibrate; python benchmarks/gpu_memory_sweep.py [--runs WORD] [--smoke] [--out FILE.json]
+    drumline calibrate; python benchmarks/gpu_memory_sweep.py [--list speed] [--runs WORD] [--smoke] [--out FILE.json]
 
 Models from 0.1B to 8B by their shapes, with random weights; full and LoRA, each kind of activation checkpointing, several batches and
 lengths, bf16 and fp32, plain and chunked cross-entropy. Each run is a process of its own, that starts with an empty allocator. It takes no
 checkpoint. A run that is out of memory is a row, too: of one whose plan says "fits", that is a failure (exit code 1).
+`--list speed` takes the few runs whose tokens/s and MFU people ask for first, eager and compiled. The file is written after each run.
 
 Targets: allocated ±5%, reserved ±10%, seconds ±10% after calibration. Without CUDA it says so and does nothing (exit code 2);
 `--smoke` is one run of a tiny model, which a CPU takes, too.
@@ -27,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import common
 from benchmarks.planner_runs import FULL, LORA, PLAIN, SELECTIVE, STEPS, TINY, held_against, ready
 
+COMPILED: dict[str, Any] = {"compile": {"enabled": True}}
+LORA_16 = {"adapter": {"kind": "lora", "r": 16}}
 TARGETS = {"peak": 0.05, "reserved": 0.10, "seconds": 0.10}
 
 
@@ -43,7 +46,11 @@ class Run:
 
     @property
     def name(self) -> str:
-        kinds = ["lora" if LORA in self.parts else "full", *(f"AC {name}" for name, part in AC.items() if part in self.parts)]
+        is_lora = LORA in self.parts or LORA_16 in self.parts
+        kinds = ["lora" if is_lora else "full"]
+        kinds += [f"AC {name}" for name, part in AC.items() if part in self.parts]
+        if COMPILED in self.parts:
+            kinds.append("compiled")
         return f"{self.model} {' '.join(kinds)} {self.micro_batch} × {self.length} {self.precision}" + (
             " plain" if PLAIN in self.parts else ""
         )
@@ -82,14 +89,25 @@ RUNS = [
     Run("llama-3.1-8b", 2048, 2, (LORA, SELECTIVE, PLAIN)),
 ]
 
+# Figures that others have published for one H100, in order of worth.
+SPEED_RUNS = [
+    Run("llama-3.1-8b", 4096, 2, (LORA_16, FULL)),
+    Run("llama-3.1-8b", 4096, 2, (LORA_16, FULL, COMPILED)),
+    Run("llama-3.2-1b", 4096, 2),
+    Run("llama-3.2-1b", 4096, 2, (COMPILED,)),
+]
+LISTS = {"memory": RUNS, "speed": SPEED_RUNS}
+
 
 def main() -> None:
     parser = common.parser(__doc__)
+    parser.add_argument("--list", choices=tuple(LISTS), default="memory", help="which runs")
     parser.add_argument("--runs", default="", help="only runs with this in their names")
+    parser.add_argument("--steps", type=int, default=STEPS, help=argparse.SUPPRESS)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = common.parse(parser)
     if options.worker:
-        train(options.worker)
+        train(options.worker, options.steps)
         return
     import torch
 
@@ -97,18 +115,33 @@ def main() -> None:
     if device == "cpu" and not options.smoke:
         print("error: no CUDA GPU here; the sweep measures torch's allocator on one", file=sys.stderr)
         raise SystemExit(2)
-    chosen = [Run("tiny", 64, 1, precision="fp32", device="cpu" if device == "cpu" else "cuda")] if options.smoke else RUNS
-    found = []
-    for run in (run for run in chosen if options.runs in run.name):
+    chosen = [Run("tiny", 64, 1, precision="fp32", device="cpu" if device == "cpu" else "cuda")] if options.smoke else LISTS[options.list]
+    found: list[dict[str, Any]] = []
+    report: dict[str, Any] = {}
+    for run in chosen:
+        if options.runs not in run.name:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             found.append(measure(run, Path(folder)))
         print(line(found[-1]), flush=True)
-    broken = [row["name"] for row in found if row["verdict"] == "fits" and row["out_of_memory"]]
-    near = {name: sum(abs(error(row, name)) <= target for row in found if name in row["categories"]) for name, target in TARGETS.items()}
-    report = {"within_targets": near, "fits_but_out_of_memory": broken}
+        report = {"within_targets": rows_within_targets(found), "fits_but_out_of_memory": broken_promises(found)}
+        common.write({"device": device, **report, "runs": found}, options.out)
     print(json.dumps(report))
-    common.write({"device": device, **report, "runs": found}, options.out)
-    raise SystemExit(bool(broken))
+    raise SystemExit(bool(broken_promises(found)))
+
+
+def broken_promises(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the names of runs that were out of memory though their plan said that they fit."""
+    return [row["name"] for row in rows if row["verdict"] == "fits" and row["out_of_memory"]]
+
+
+def rows_within_targets(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Return for each category how many rows were predicted within its target."""
+    within = {}
+    for name, target in TARGETS.items():
+        errors = [abs(error(row, name)) for row in rows if name in row["categories"]]
+        within[name] = sum(found <= target for found in errors)
+    return within
 
 
 def measure(run: Run, folder: Path) -> dict[str, Any]:
@@ -119,16 +152,24 @@ def measure(run: Run, folder: Path) -> dict[str, Any]:
     known = None if run.model == "tiny" else find(run.model)
     path = ready(folder / "run", dict(known.values) if known else {"model_type": "llama", **TINY}, run.length, 1, run.sections)
     ended = subprocess.run([sys.executable, __file__, "--worker", str(path)], capture_output=True, text=True)
-    estimate = Plan.load(path).predicted.estimate
+    plan = Plan.load(path)
+    estimate = plan.predicted.estimate
     assert estimate is not None
     lost = "OutOfMemory" in ended.stderr
     if ended.returncode and not lost:
         raise SystemExit(f"{run.name} failed:\n{ended.stderr[-3000:]}")
     row = {"name": run.name, "verdict": estimate.verdict, "limit": estimate.limit, "planned": estimate.memory.model_dump()}
-    return {**row, "out_of_memory": lost, "categories": {} if lost else held_against(path)}
+    if lost:
+        return {**row, "out_of_memory": True, "categories": {}}
+    categories = held_against(path)
+    tokens_per_s = 2 * run.micro_batch * run.length / categories["seconds"]["measured"]
+    mfu = None
+    if plan.predicted.flops_per_token and plan.predicted.peak_flops_per_device:
+        mfu = tokens_per_s * plan.predicted.flops_per_token / plan.predicted.peak_flops_per_device
+    return {**row, "out_of_memory": False, "categories": categories, "tokens_per_s": tokens_per_s, "mfu": mfu}
 
 
-def train(path: Path) -> None:
+def train(path: Path, steps: int) -> None:
     """The worker: a few steps of the plan, and the `measured` event; no checkpoint."""
     from drumline.core.plan import Plan
     from drumline.core.signals import StopFlag
@@ -143,7 +184,7 @@ def train(path: Path) -> None:
     with watched(plan, 0) as watch:
         loop = build(plan, ranks, None, EventLog(Path(plan.run_dir) / "events.jsonl").emit, StopFlag(), [], Goodput(time.time()))
         watch.built(loop.engine)
-        for _, batch in zip(range(STEPS), loop.stream, strict=False):
+        for _, batch in zip(range(steps), loop.stream, strict=False):
             loop._train_step(batch, 0.0)
         loop._land()
         loop.measure.finish(loop.state.step)
@@ -164,6 +205,9 @@ def line(row: dict[str, Any]) -> str:
         value = row["categories"][name]["measured"]
         shown = f"{value:.3g}" if name == "seconds" else f"{value / 2**30:.2f} GiB"
         words.append(f"{name} {shown} ({error(row, name):+.1%})")
+    words.append(f"{row['tokens_per_s']:,.0f} tokens/s")
+    if row["mfu"] is not None:
+        words.append(f"MFU {row['mfu']:.1%}")
     return f"{row['name']:48} {row['verdict']:6} " + "  ".join(words)
 
 

@@ -177,8 +177,18 @@ def _plan(run: Run, folder: Path) -> Path:
     return ready(folder, {"model_type": "llama", **shape}, LENGTH, run.processes, run.sections)
 
 
-def ready(folder: Path, shape: dict[str, Any], length: int, processes: int, sections: dict[str, Any]) -> Path:
-    """plan.json of a run that may start: a random model of that Hugging Face config, rows that fill `length` tokens each."""
+def ready(
+    folder: Path,
+    shape: dict[str, Any],
+    length: int,
+    processes: int,
+    sections: dict[str, Any],
+    words: int | None = None,
+) -> Path:
+    """Return the plan.json of a run that may start: a random model of a Hugging Face config.
+
+    Rows have `words` words; by default so many that each fills `length` tokens.
+    """
     import yaml
 
     from drumline.core.load import load
@@ -188,7 +198,10 @@ def ready(folder: Path, shape: dict[str, Any], length: int, processes: int, sect
     folder.mkdir(parents=True)
     tiny_tokenizer().save_pretrained(folder / "tokenizer")
     draw = random.Random(0)
-    rows = [json.dumps({"text": " ".join(draw.choices(["left", "right", "drum", "sum"], k=4 * length))}) for _ in range(80)]
+    row_words = 4 * length if words is None else words
+    row_count = 80 if words is None else 80 * length // words
+    texts = [" ".join(draw.choices(["left", "right", "drum", "sum"], k=row_words)) for _ in range(row_count)]
+    rows = [json.dumps({"text": text}) for text in texts]
     (folder / "rows.jsonl").write_text("\n".join(rows))
     config: dict[str, Any] = {
         "model": {"id": None, "config": shape, "tokenizer": str(folder / "tokenizer")},

@@ -15,9 +15,9 @@ from tests.harness import ENV, ROOT
 
 pytestmark = pytest.mark.slow
 
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU a part takes nine minutes: `make gpu`")
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU a part takes four minutes: `make gpu`")
 
-PARTS = (("tests", "losses"), ("memory", "losses"), ("speed", "SFT"), ("kernels", ""), ("rl", "ppo"))
+PARTS = (("probe", ""), ("tests", "losses"), ("speed", ""), ("memory", "losses"), ("kernels", "ppo"), ("peers", "SFT"))
 
 
 @NO_GPU
@@ -30,7 +30,7 @@ def test_a_part_runs(part: str, only: str, tmp_path: Path) -> None:
     figures = json.loads(out.read_text())
     assert {row["end"] for row in figures["runs"]} == {"0"} and ended.returncode == 0, json.dumps(figures["runs"]) + ended.stderr
     assert figures["device"] == "cpu" and torch.__version__.startswith(figures["versions"]["torch"])
-    assert ("attention" in figures) == (part == "tests")
+    assert ("attention" in figures) == (part == "probe")
 
 
 def test_a_command_ends_with_its_time() -> None:
@@ -41,6 +41,7 @@ def test_a_command_ends_with_its_time() -> None:
 def test_every_command_names_a_file_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for cuda in (False, True):
         monkeypatch.setattr(gpu, "CUDA", cuda)
-        for part in ("tests", "memory", "speed", "kernels", "rl"):
-            words = [word for command in gpu.commands(part).values() for word in command if word.endswith(".py")]
-            assert words and all((ROOT / word).is_file() for word in words)
+        for part, commands in gpu.PARTS.items():
+            files = [word for command in commands().values() for word in command if word.endswith(".py")]
+            assert files or part == "tests"
+            assert all((ROOT / file).is_file() for file in files)

@@ -1,0 +1,86 @@
+"""One packed run of a tiny Llama in bf16 on the GPU, held against the same run on the CPU.
+
+    python benchmarks/gpu_losses.py
+
+The CPU runs it twice, in fp32 and in bf16: what lies between these two is what rounding to bf16
+does to this run. The GPU rounds in another order, so its bf16 losses may be four times as far from
+the CPU's fp32 losses. The runs start side by side. Without a GPU the bf16 run of the CPU is
+compared alone, which shows that the command works. Exit code 1 if the losses are further apart.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+
+from benchmarks.planner_runs import TINY, ready
+
+LENGTH = 128  # tokens of a pack
+STEPS = 8
+
+
+def main() -> None:
+    devices = {"cpu fp32": ("cpu", "fp32"), "cpu bf16": ("cpu", "bf16")}
+    if torch.cuda.is_available():
+        devices["gpu bf16"] = ("cuda", "bf16")
+    with tempfile.TemporaryDirectory() as folder:
+        plans = {}
+        for name, (device, precision) in devices.items():
+            plans[name] = write_plan(Path(folder) / name.replace(" ", "-"), device, precision)
+        losses = train_side_by_side(plans)
+    exact = losses["cpu fp32"]
+    for name, values in losses.items():
+        row = " ".join(f"{value:.5f}" for value in values)
+        print(f"{name}: {row}  largest relative difference {largest_difference(values, exact):.2e}")
+    limit = 4 * largest_difference(losses["cpu bf16"], exact)
+    tried = losses.get("gpu bf16", losses["cpu bf16"])
+    found = largest_difference(tried, exact)
+    is_within = len(tried) == STEPS and found <= limit
+    print(f"{found:.2e} of at most {limit:.2e}: {'as on the CPU' if is_within else 'NOT as on the CPU'}")
+    raise SystemExit(not is_within)
+
+
+def write_plan(folder: Path, device: str, precision: str) -> Path:
+    """Return the path of the plan.json of a run that packs short documents."""
+    sections = {
+        "strategy": "single",
+        "precision": precision,
+        "run": {"device": device, "steps": STEPS},
+        "optimizer": {"lr": 1e-3},
+    }
+    return ready(folder, {"model_type": "llama", **TINY}, LENGTH, 1, sections, words=12)
+
+
+def train_side_by_side(plans: dict[str, Path]) -> dict[str, list[float]]:
+    """Return the losses of each run; each trains in a process of its own."""
+    worker = str(Path(__file__).with_name("gpu_memory_sweep.py"))
+    processes = {}
+    for name, plan in plans.items():
+        command = [sys.executable, worker, "--steps", str(STEPS), "--worker", str(plan)]
+        processes[name] = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    losses = {}
+    for name, process in processes.items():
+        _, errors = process.communicate()
+        if process.returncode:
+            raise SystemExit(f"{name} failed:\n{errors[-3000:]}")
+        lines = plans[name].with_name("events.jsonl").read_text().splitlines()
+        events = [json.loads(line) for line in lines]
+        losses[name] = [event["loss"] for event in events if event["kind"] == "step"]
+    return losses
+
+
+def largest_difference(values: list[float], exact: list[float]) -> float:
+    """Return the largest relative difference between losses of the same steps."""
+    pairs = zip(values, exact, strict=True)
+    return max(abs(value - reference) / abs(reference) for value, reference in pairs)
+
+
+if __name__ == "__main__":
+    main()
