@@ -28,10 +28,12 @@ from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CUDA = torch.cuda.is_available()
 SECONDS = 235.0  # of a part
@@ -242,11 +244,24 @@ def able_kernels(queries: int, keys: int, is_masked: bool) -> list[str]:
     return able
 
 
+class AttentionOperators(TorchDispatchMode):
+    """Notes the attention operators that torch calls inside a `with`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = operator._schema.name
+        if "scaled_dot_product" in name:
+            self.names.add(name)
+        return operator(*args, **(kwargs or {}))
+
+
 def default_kernels(queries: int, keys: int, is_masked: bool) -> list[str]:
-    with torch.profiler.profile() as profile:
+    with AttentionOperators() as operators:
         attention_seconds(queries, keys, is_masked)
-    operators = {event.key for event in profile.key_averages()}
-    return sorted(key for key in operators if key.startswith("aten::_scaled_dot_product"))
+    return sorted(operators.names)
 
 
 def first_call_seconds(lengths: range) -> list[float]:

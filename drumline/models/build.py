@@ -35,6 +35,7 @@ def lay_out(
     head: Head = "lm",
     labels: tuple[str, ...] = (),
     draws: bool = True,
+    draw_device: str | None = None,
 ) -> tuple[Any, Source]:
     """A model in fp32 (or `dtype`) without weights, and the source of its weights: `path`, or `seed` if init is random.
 
@@ -44,6 +45,7 @@ def lay_out(
     Parameters and persistent buffers are on the meta device, other buffers are real. A model whose weights cannot be read in parts is
     built whole on `device`; the reason is logged. Attention is transformers' own, where it has no such: its default, sdpa, or eager for a
     class without sdpa (`models.attention` lays ours over it).
+    `draw_device`: the device that the run trains on, whose generator draws; None: `device`.
     `checkpoint_keys`: names of tensors that a checkpoint will fill; if these are all, no file is read.
     Raises ModelError, also if the folder lacks weights of some part of the model (transformers would draw them).
     """
@@ -58,13 +60,13 @@ def lay_out(
         if all(checkpoint_keys.intersection(names) for names in aliases(built)):
             return built, Loaded()
         if pretrained is None:
-            return built, Drawn(built, seed)
+            return built, Drawn(built, seed, draw_device or device)
         fresh = extra_heads(built)
         files = from_files(pretrained, model, built, fresh, growth)
         lacking = fresh - files.places.keys()
         if not draws:
             _require_heads(lacking, pretrained)
-        return built, replace(files, rest=Drawn(built, seed)) if lacking else files
+        return built, replace(files, rest=Drawn(built, seed, draw_device or device)) if lacking else files
     except Whole as reason:
         logger.warning("the whole model is built on each rank: %s", reason)
     with drawing(seed):

@@ -289,17 +289,21 @@ class Piece:
 class Drawn:
     """Weights drawn from `seed`; a `shards.Source`. Raises Whole for a model whose initialisation does not work piece by piece."""
 
-    def __init__(self, model: Any, seed: int) -> None:
-        """`model`: laid out on the meta device, before any transform."""
+    def __init__(self, model: Any, seed: int, device: str = "cpu") -> None:
+        """`model`: laid out on the meta device, before any transform. `device`: whose generator draws.
+
+        The numbers of a GPU's generator are not those of a CPU's, so all strategies of a run draw on
+        a GPU that it trains on, even weights that are then kept on the host. Everything else draws on
+        the CPU.
+        """
         # A copy: transforms put other modules into the model, and stages of a pipeline lose some.
-        self.model, self.seed = copy.deepcopy(model), seed
+        self.model = copy.deepcopy(model)
+        self.seed = seed
+        self.device = device if torch.device(device).type == "cuda" else "cpu"
         self.first = {name: names[0] for names in aliases(self.model) for name in names}
         self._require_pieces()
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
-        # A rank that trains on a GPU draws there, also weights that it then keeps on the host: strategies draw alike, and a host takes
-        # minutes where a GPU takes seconds. The numbers of a GPU are not those of a CPU.
-        device = "cuda" if torch.cuda.is_initialized() else "cpu"
         wanted: dict[str, list[torch.Tensor]] = {}
         for name, tensor in tensors.items():
             wanted.setdefault(self.first[name], []).append(tensor)
@@ -309,9 +313,9 @@ class Drawn:
                 continue
             empty = [(tensors, key, tensors[key]) for _, tensors, key in places]
             for _, tensors, key in places:
-                full = torch.empty_like(tensors[key], device=device)
+                full = torch.empty_like(tensors[key], device=self.device)
                 tensors[key] = nn.Parameter(full, requires_grad=False) if isinstance(tensors[key], nn.Parameter) else full
-            with torch.no_grad(), drawing(derive(self.seed, piece.name), device):
+            with torch.no_grad(), drawing(derive(self.seed, piece.name), self.device):
                 piece.draw()
             for name, tensors, key in places:
                 for tensor in wanted.get(name, ()):

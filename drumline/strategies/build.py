@@ -193,6 +193,7 @@ def _lay_out(plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Hea
     place = "cpu" if plan.engine == "pipeline" else device
     seed = derive(config.run.seed, "weights")
     options: dict[str, Any] = {"checkpoint_keys": checkpoint_keys, "head": head, "labels": plan.labels, "draws": draws}
+    options["draw_device"] = plan.device
     model, source = lay_out(plan.model_path, config.model, seed, place, **options)
     if head != "image":
         attend_by_documents(model, plan)

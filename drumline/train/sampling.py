@@ -98,7 +98,7 @@ class Sampling:
         """The whole model on this rank, in the type that it computes in."""
         config = self.plan.config
         seed, dtype = derive(config.run.seed, "weights"), LOW_PRECISION.get(self.plan.precision)
-        model, source = lay_out(self.plan.model_path, config.model, seed, self.device, dtype)
+        model, source = lay_out(self.plan.model_path, config.model, seed, self.device, dtype, draw_device=self.plan.device)
         if config.adapter.kind == "lora":
             adapters.inject(model, config.adapter, config.run.seed)
         Values(source, self.device, config.run.seed).fill(model)

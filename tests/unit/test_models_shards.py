@@ -40,6 +40,22 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
+def test_a_model_of_the_cpu_is_drawn_on_the_cpu_though_a_gpu_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another part of the process may have used the GPU before: the weights are the same."""
+
+    def drawn_weights() -> dict[str, torch.Tensor]:
+        model, source = lay_out(None, ModelConfig(id=None, config={"model_type": "llama", **KINDS["llama"]}), seed=3)
+        Values(source, "cpu", 0).fill(model)
+        return dict(model.named_parameters())
+
+    before = drawn_weights()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    after = drawn_weights()
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor), name
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "bloom", *MORE])
 def test_filled_as_transformers_loads_it(tmp_path: Path, kind: str) -> None:
     """Old names in the files (gpt_neox), tied weights, several files, buffers that no file holds. Its sizes are known, too."""
