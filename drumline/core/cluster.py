@@ -72,7 +72,11 @@ class ClusterConfig(Section):
         description="Link between the devices of a host: nvlink4, pcie4, …; null: the device's usual one.",
         json_schema_extra={"examples": list(catalog.LINKS)},
     )
-    inter: str = Field("100Gb", description="Network of each host: 400Gb, 8x400Gb, …")
+    inter: str | None = Field(
+        None,
+        description="Network of each host: 400Gb, 8x400Gb, …; null: what such hosts usually have (`drumline plan --devices`), 100Gb for"
+        " most.",
+    )
     pod: int | None = Field(
         None, gt=0, le=MOST_NODES, description="Hosts that all reach each other at the rate of `inter`; null: all of them."
     )

@@ -15,6 +15,7 @@ from drumline.doctor.host import Question, examine
 from drumline.doctor.hosts import all_reduce, compared, examined
 from drumline.errors import UserError, printable
 from drumline.foreign import expanded
+from drumline.hardware.catalog import OTHER_NETWORK
 from drumline.hardware.detect import detect
 
 CPU_RANKS = 2
@@ -73,7 +74,7 @@ def as_text(findings: Sequence[Finding], silent: Sequence[int] = ()) -> str:
 
 
 def _before(config: Path | None, bandwidth: bool, as_json: bool) -> int:
-    question, inter, launcher = asked_by(config) if config else (Question(), "100Gb", None)
+    question, inter, launcher = asked_by(config) if config else (Question(), OTHER_NETWORK, None)
     machine, reached = detect(), launcher.reach() if launcher else {}
     if reached:
         hosts = examined(reached, question)
@@ -108,7 +109,8 @@ def asked_by(config: Path) -> tuple[Question, str, LauncherSpec]:
         port=run.launch.port,
         interface=getattr(run.launch, "interface", None),
     )
-    return question, run.cluster.inter if run.cluster else "100Gb", run.launch
+    inter = run.cluster.inter if run.cluster else None
+    return question, inter or OTHER_NETWORK, run.launch
 
 
 def _files(pattern: str, base: Path) -> list[str]:

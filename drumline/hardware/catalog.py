@@ -89,6 +89,17 @@ HOST_MEMORY: dict[str, tuple[float, str]] = {
 # sold in modules: 64 GiB for a card of 24 or 32 GB.
 HOST_TIMES, HOST_MODULE_GIB = 2, 32
 
+# The network of a host of eight of these where nobody has set it: each GPU's board has a card. Link of its GPUs → (network, source).
+BOARD = 8
+HOST_NETWORK: dict[str, tuple[str, str]] = {
+    "nvlink3": ("8x200Gb", "NVIDIA DGX A100 datasheet: 8 × 200 Gb/s"),
+    "nvlink3-a800": ("8x200Gb", "as NVIDIA DGX A100"),
+    "nvlink4": ("8x400Gb", "NVIDIA DGX H100 and H200 datasheets: 8 × 400 Gb/s"),
+    "nvlink5": ("8x400Gb", "NVIDIA DGX B200 datasheet: 8 × 400 Gb/s"),
+    "infinity-fabric": ("8x400Gb", "Azure ND96isr MI300X v5: 8 × 400 Gb/s"),
+}
+OTHER_NETWORK = "100Gb"
+
 # Step latencies are NCCL's own for a ring (src/graph/tuning.cc, hwLat, Simple): NVLink 3.4 µs, PCI 5.7, network 14.
 LINKS: dict[str, Link] = {
     link.name: link
@@ -150,6 +161,16 @@ def usual_host_memory(spec: DeviceSpec) -> tuple[int, str]:
         return int(gib * GIB), source
     modules = math.ceil(HOST_TIMES * spec.memory_bytes / (HOST_MODULE_GIB * GIB))
     return modules * HOST_MODULE_GIB * GIB, f"{HOST_TIMES} × the device's memory, in modules of {HOST_MODULE_GIB} GiB"
+
+
+def usual_network(intra: str, per_node: int) -> tuple[str, str]:
+    """Return the network that a plan assumes between hosts where nobody has set it, and its source.
+
+    `intra`: the link between the devices of a host, by its catalog name; `per_node`: devices of a host.
+    """
+    if per_node == BOARD and intra in HOST_NETWORK:
+        return HOST_NETWORK[intra]
+    return OTHER_NETWORK, "a choice: one card of a usual server"
 
 
 def link(name: str) -> Link | None:

@@ -37,8 +37,9 @@ def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int
     elif spec is not None and spec.name != base.device.name:
         taken = catalog.AMBIGUOUS.get(catalog.plain(described.device or "")) if not own else None
         notes = (f"cluster.device {described.device}: taken for {taken}",) if taken else ()
-        intra, inter, host_link = map(described.link, (spec.intra, described.inter, spec.host_link))
-        base = Cluster(spec, 1, 1, intra, inter, host_link, notes=notes)
+        intra, host_link = described.link(spec.intra), described.link(spec.host_link)
+        network = described.link(catalog.OTHER_NETWORK)
+        base = Cluster(spec, 1, 1, intra, network, host_link, notes=notes)
     named, about = _named(described, base.device, machine)
     if named is not None:
         measured = named.shared(ranks) if base.device.kind == "cpu" else named
@@ -51,13 +52,15 @@ def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int
     is_assumed = host is None
     if host is None:
         host = per_node * catalog.usual_host_memory(device)[0]
+    intra = base.intra if described.intra is None else described.link(described.intra)
+    network = described.inter or catalog.usual_network(intra.name, per_node)[0]
     return replace(
         base,
         device=device,
         per_node=per_node,
         nodes=described.nodes,
-        intra=base.intra if described.intra is None else described.link(described.intra),
-        inter=described.link(described.inter),
+        intra=intra,
+        inter=described.link(network),
         host_memory_bytes=host,
         host_memory_assumed=is_assumed,
         price_per_device_hour=described.price_per_device_hour,
@@ -68,7 +71,7 @@ def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int
         oversubscription=described.oversubscription,
         found=base.found and described.nodes == 1 and per_node == base.per_node,
         calibration=measured,
-        notes=(*base.notes, *about, *network_assumed(described, described.nodes)),
+        notes=(*base.notes, *about, *network_assumed(described, described.nodes, network)),
     )
 
 
@@ -99,11 +102,14 @@ def cluster_here(config: Config, machine: Machine, device: Literal["cpu", "cuda"
     described = cluster_of(config.cluster, machine, share, measured)
     here = cluster_of(None, machine, share, measured)
     per_node = next(n for n in range(min(here.per_node, share), 0, -1) if world % n == 0)
+    network = catalog.usual_network(here.intra.name, per_node)[0]
+    here = replace(here, inter=ClusterConfig().link(network))
     here = replace(here, per_node=per_node, nodes=world // per_node)  # the first `world` devices, or as many such hosts as they need
     if described.world_size == world and described.device.kind == here.device.kind and described.device.name == here.device.name:
-        return described, []
+        return described, list(network_assumed(config.cluster, described.nodes, described.inter.name))
     other = f"the cluster of the YAML ({described.world_size} × {described.device.name}) is not the one here ({world} × {here.device.name})"
-    return here, [f"strategy auto: {other}, which was planned for"] if config.cluster else []
+    lines = [f"strategy auto: {other}, which was planned for"] if config.cluster else []
+    return here, [*lines, *network_assumed(None, here.nodes, here.inter.name)]
 
 
 def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
@@ -111,12 +117,14 @@ def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
     return replace(cluster, nodes=nodes, found=cluster.found and nodes == cluster.nodes)
 
 
-def network_assumed(described: ClusterConfig | None, nodes: int) -> tuple[str, ...]:
+def network_assumed(described: ClusterConfig | None, nodes: int, network: str) -> tuple[str, ...]:
     """Notes where nobody has set the link between several hosts, since nothing matters more to plans on these, and where links are shared
-    that many hosts have between them."""
+    that many hosts have between them. `network`: what is assumed between hosts."""
     described, notes = described or ClusterConfig(), list[str]()
-    if nodes > 1 and "inter" not in described.model_fields_set:
-        usual = f"cluster.inter is not set: {described.inter} between hosts is assumed"
+    if nodes > 1 and described.inter is None:
+        usual = f"cluster.inter is not set: {network} between hosts is assumed"
+        if network != catalog.OTHER_NETWORK:
+            usual += ", as hosts of eight such devices have"
         notes.append(f"{usual}; set what there is, such as cluster.inter=400Gb or 8x400Gb")
     if nodes >= MANY_NODES and described.pod is None:
         notes.append(f"cluster.pod is not set: no link between {nodes} hosts is taken to be congested; see cluster.oversubscription")
@@ -143,7 +151,11 @@ def found(machine: Machine, processes: int, calibration: Calibration | None = No
         per_node = len(used)
     else:
         spec, per_node, measured = processor(machine, processes), processes, measured.shared(processes)
-    intra, host_link, network = catalog.LINKS[spec.intra], catalog.LINKS[spec.host_link], ClusterConfig().link("100Gb")
+    intra, host_link, network = (
+        catalog.LINKS[spec.intra],
+        catalog.LINKS[spec.host_link],
+        ClusterConfig().link(catalog.usual_network(spec.intra, per_node)[0]),
+    )
     nodes, host = -(-processes // per_node), machine.memory_bytes
     return Cluster(spec, per_node, nodes, intra, network, host_link, host, found=True, calibration=measured, notes=notes)
 

@@ -74,7 +74,7 @@ def plan(options: Options) -> int:
         made = ask(loaded, on_progress)
     question, notes = made.question, [*loaded.notes, *made.notes]
     if hosts is not None and question.cluster.nodes == 1:  # else it is among the notes
-        notes += network_assumed(question.config.cluster, max(hosts))
+        notes += network_assumed(question.config.cluster, max(hosts), question.cluster.inter.name)
     for note in notes:
         aside.print(f"note: {note}", soft_wrap=True, markup=False)
     if options.most is not None:

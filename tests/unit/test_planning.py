@@ -16,6 +16,7 @@ import yaml
 from drumline.core.load import load, load_text
 from drumline.errors import PlanError
 from drumline.hardware.detect import Device, Machine
+from drumline.planner.cluster import cluster_of
 from drumline.planner.question import Flags, ask, load_with_flags
 from drumline.planner.report.table import CATEGORIES
 from drumline.planner.search.answer import Answer
@@ -216,6 +217,26 @@ def test_what_if(run: Run) -> None:
 def test_a_network_that_was_assumed_is_told_once(run: Run, flags: list[str], told: bool) -> None:
     code, _, err = run("plan", SMALL, *flags)
     assert code == 0 and err.count("cluster.inter is not set: 100Gb between hosts is assumed") == told
+
+
+@pytest.mark.parametrize(
+    ("cluster", "network"),
+    [
+        ("{device: h100, per_node: 8, nodes: 2}", "8x400Gb"),
+        ("{device: a100, per_node: 8, nodes: 2}", "8x200Gb"),
+        ("{device: h100, per_node: 4, nodes: 2}", "100Gb"),
+        ("{device: h100-pcie, per_node: 8, nodes: 2}", "100Gb"),
+        ("{device: 4090, per_node: 8, nodes: 2}", "100Gb"),
+        ("{device: h100, per_node: 8, nodes: 2, inter: 100Gb}", ""),
+    ],
+)
+def test_hosts_of_eight_data_centre_gpus_have_the_network_that_they_are_sold_with(cluster: str, network: str) -> None:
+    described = load_text(f"data: {{train: [{{kind: file, path: a}}]}}\ncluster: {cluster}\n", [], "c.yaml").cluster
+    planned = cluster_of(described, Machine([], 2, 2**33, "cpu", False), 1)
+    notes = [note for note in planned.notes if "cluster.inter" in note]
+    assert planned.inter.name == (network or "100Gb")
+    assert len(notes) == bool(network) and all(f"{network} between hosts" in note for note in notes)
+    assert all(("as hosts of eight such devices have" in note) == (network != "100Gb") for note in notes)
 
 
 def test_the_catalog(run: Run) -> None:

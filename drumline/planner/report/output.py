@@ -17,7 +17,7 @@ from drumline.core.explain import flow
 from drumline.core.registry import kinds_alone
 from drumline.core.unadapted import find_unadapted
 from drumline.core.yaml_lines import write_yaml
-from drumline.hardware.catalog import DEVICES, LINKS, usual_host_memory
+from drumline.hardware.catalog import DEVICES, HOST_NETWORK, LINKS, usual_host_memory
 from drumline.hardware.cluster import DeviceSpec, Link
 from drumline.planner.search.advice import Adapted, Change
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
@@ -244,7 +244,11 @@ def catalog() -> dict[str, Any]:
         usual = {"intra": spec.intra, "host_link": spec.host_link, "source": spec.source}
         devices.append(_device(spec) | usual | {"host_memory_bytes": host_bytes, "host_memory_source": host_source})
     links = [_link(link) | {"reached": link.efficiency, "source": link.source} for link in LINKS.values()]
-    return {"version": VERSION, "devices": devices, "links": links}
+    networks = [
+        {"intra": intra, "inter": network, "source": source}
+        for intra, (network, source) in HOST_NETWORK.items()
+    ]
+    return {"version": VERSION, "devices": devices, "links": links, "networks": networks}
 
 
 def _device(spec: DeviceSpec) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from drumline.core.cluster import MOST_NODES
 from drumline.core.estimate import HostMemory, Memory
 from drumline.core.explain import checkpointing, count
 from drumline.errors import PlanError, UserError
-from drumline.hardware.catalog import DEVICES, GIGA, LINKS, TERA, usual_host_memory
+from drumline.hardware.catalog import DEVICES, GIGA, HOST_NETWORK, LINKS, OTHER_NETWORK, TERA, usual_host_memory
 from drumline.planner.cost.fitted import group_of
 from drumline.planner.report.output import VERSION, candidate, needs_gb, overrides
 from drumline.planner.search.advice import Adapted, Change, max_batch, max_length, what_if
@@ -417,6 +417,10 @@ def show_devices(console: Console) -> None:
     for spec in DEVICES.values():
         host_bytes, source = usual_host_memory(spec)
         console.print(f"  {spec.name:<16} {host_bytes / GB:.0f}, {source}", markup=False, soft_wrap=True)
+    console.print("\nNetwork assumed between hosts of eight where cluster.inter is not set, by the link of their devices", style="bold")
+    for intra, (network, source) in HOST_NETWORK.items():
+        console.print(f"  {intra:<16} {network}, {source}", markup=False, soft_wrap=True)
+    console.print(f"  {'other hosts':<16} {OTHER_NETWORK}", markup=False)
     console.print(
         "\nWhat is not here is described in the YAML: cluster: {devices: {NAME: {memory_gb: …, bandwidth_gb_s: …, bf16_tflops: …,"
         " fp32_tflops: …}}, device: NAME, per_node: 8}",
