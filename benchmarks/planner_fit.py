@@ -18,23 +18,22 @@ from benchmarks.planner_published import Published, candidates, estimates
 from drumline.planner.cost import fitted
 
 MEMORY, SPEED = ("active", "reserved", "driver"), ("seconds", "tokens_per_s")
-# Without any of these runs. Bytes moved by a block, eager and compiled: twice what its kernels besides products read and write, counted of
-# a Llama block (torch's dispatcher; Inductor's fused kernels: 128 bytes); by a layer with an adapter: once. Unpacking: what it reads and
-# writes. Hooks: a call in Python with a launch. A host's step: 3.1B parameters in less than 3.1 s (DeepSpeed's pull request 7474). Products
-# of weights' gradients: as others.
+# Without any of these runs. Bytes moved by a block: what its kernels besides products read and write, counted of a Llama block (torch's
+# dispatcher); by a layer with an adapter: the same. Products: a guess; those of weights' gradients: as others. Unpacking: what it
+# reads and writes. Hooks: a call in Python with a launch. A host's step: 3.1B parameters in less than 3.1 s (DeepSpeed's pull request
+# 7474).
 PRIOR = {
-    "MOVED": 1300.0, "MOVED_COMPILED": 256.0, "MOVED_ADAPTED": 7.0, "UNPACKED": 2.6, "HOOK": 1e-4, "HOST_STEP": 1e-9,
+    "MOVED": 491.0, "PRODUCTS": 1.25, "MOVED_ADAPTED": 7.0, "UNPACKED": 2.6, "HOOK": 1e-4, "HOST_STEP": 1e-9,
     "WEIGHT_GRADIENTS": 1.0, "FRAGMENTS": 0.05, "FRAGMENTS_GATHERED": 0.25,
 }  # fmt: skip
 # Weights of the priors: what was counted is known to some tens of percent, of the rest the order of magnitude alone.
-COUNTED, PULL, LOOSE, FAR = ("MOVED", "MOVED_COMPILED", "MOVED_ADAPTED"), 0.3, 0.005, 0.05
+COUNTED, PULL, LOOSE, FAR = ("MOVED", "MOVED_ADAPTED"), 0.3, 0.005, 0.05
 Scored = tuple[Published, dict[str, float], str]  # with residuals, and what is wrong in its verdict
 
 
 def chosen(row: Published) -> dict[str, float]:
     """The estimates of the way that the planner would take: the fastest of those that need no more than there is, else the leanest."""
     ways = [estimates(question, candidate) for _, question, candidate in candidates(row)]
-    ways = [way | ({"limit": row.limit} if row.limit else {}) for way in ways]
     fitting = [way for way in ways if way["needed"] <= way["limit"]]
     return min(fitting, key=lambda way: way["seconds"] / way["tokens"]) if fitting else min(ways, key=lambda way: way["needed"])
 

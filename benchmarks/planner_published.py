@@ -42,6 +42,7 @@ SOURCES = {
     "litgpt": "litgpt's config hub, one A10G of 24 GB, rows of 512, no AC, weights in bf16, dropout before adapters; peak allocated",
     "sequence": "a table of ZeRO with sequence parallelism, 8×A100-80",
     "single": "a report of one run",
+    "automodel": "NeMo Automodel's performance summary, LoRA on one H100; whether it compiles is not said, nor its checkpointing",
 }
 
 
@@ -49,7 +50,7 @@ SOURCES = {
 class Published:
     """`measured`: memory in bytes, as allocated (`active`), as reserved by the allocator (`reserved`) or as shown by the driver (`driver`);
     tokens_per_s (of a device; a range as its middle), mfu, seconds (of a step). `oom`: it ran out of memory;
-    `limit`: bytes of its device, where these are not the catalog's."""
+    `device`: what its device has that is not the catalog's."""
 
     name: str
     measured: dict[str, float]
@@ -59,7 +60,7 @@ class Published:
     source: str = ""
     group: str = "full"
     oom: bool = False
-    limit: float = 0.0
+    device: dict[str, float] = field(default_factory=dict)
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -91,21 +92,36 @@ QWEN_QLORA: dict[str, Any] = {"kind": "zero2", "options": {
     "zero_optimization": {"allgather_bucket_size": 200_000_000, "reduce_bucket_size": 200_000_000, "overlap_comm": True},
 }}  # fmt: skip
 H100, A800 = {"device": "h100-80g", "per_node": 8}, {"device": "a800-80g", "per_node": 8}
+# torchtitan's H100 have 96 GB of HBM2e at 2.4 TB/s (its docs/performance.md).
+HBM2E: dict[str, float] = {"memory_bytes": int(95.0 * GiB), "bandwidth": 2.4e12}
 
 
 def _titan() -> Iterator[Published]:
-    for kind, part, active, reserved, rate in (("full", FULL, 22.73, 31.02, 6200), ("selective", SELECTIVE, 49.54, 59.41, 6700)):
+    compiled = {"compile": {"enabled": True}}
+    for kind, part, active, reserved, rate, gain in (
+        ("full", FULL, 22.73, 31.02, 6200, 1.185),
+        ("selective", SELECTIVE, 49.54, 59.41, 6700, 1.23),
+    ):
+        name, sections = f"Llama-2-7B, 8×H100, FSDP2, {kind} AC", {**TITAN, **part}
         measured = {"active": active * GiB, "reserved": reserved * GiB, "tokens_per_s": float(rate)}
+        yield Published(name, measured, _run("llama-2-7b", H100, 2048, 8, **sections), device=HBM2E)
+        # Of compiled runs their gain was reported.
         yield Published(
-            f"Llama-2-7B, 8×H100, FSDP2, {kind} AC", measured, _run("llama-2-7b", H100, 2048, 8, **TITAN, **part), limit=95.0 * GiB
+            f"{name}, compiled",
+            {"tokens_per_s": gain * rate},
+            _run("llama-2-7b", H100, 2048, 8, **sections, **compiled),
+            device=HBM2E,
         )
-    for nodes, reserved, rate in ((1, 82.4, 5762), (16, 67.0, 5605)):
+    for nodes, more, reserved, rate in (
+        (1, {}, 82.4, 5762),
+        (1, compiled, 77.0, 6667),
+        (16, {}, 67.0, 5605),
+    ):
         yield Published(
-            f"Llama-3.1-8B, {8 * nodes}×H100, FSDP2, selective AC",
+            f"Llama-3.1-8B, {8 * nodes}×H100, FSDP2, selective AC" + ", compiled" * bool(more),
             {"reserved": reserved * GiB, "tokens_per_s": float(rate)},
-            _run("llama-3.1-8b", {**H100, "nodes": nodes}, 8192, 2, **TITAN, **SELECTIVE),
-            {"cluster.inter": ["400Gb", "8x400Gb"]} if nodes > 1 else {},
-            limit=95.0 * GiB,
+            _run("llama-3.1-8b", {**H100, "nodes": nodes, "inter": "8x400Gb"}, 8192, 2, **TITAN, **SELECTIVE, **more),
+            device=HBM2E,
         )
 
 
@@ -212,8 +228,17 @@ def _single() -> Iterator[Published]:
     yield Published("Qwen2.5-3B, 8×A100-40, ZeRO-2", {"reserved": 34.5 * GiB}, without="its length and micro-batch are not published")
 
 
+def _automodel() -> Iterator[Published]:
+    one, lora = {"device": "h100-80g", "per_node": 1}, {"kind": "lora"}
+    choices: dict[str, list[Any]] = {"compile.enabled": [False, True], AC: ["none", "selective", "full"]}
+    for name, rate in (("llama-3-8b", 12_472.87), ("qwen2.5-7b", 14_110.05)):
+        batch = {"micro_batch": 2, "accumulation": 16}
+        sections = _run(name, one, 4096, batch, strategy="single", algorithm=PLAIN, adapter=lora)
+        yield Published(f"{name}, LoRA, H100, micro 2", {"tokens_per_s": rate}, sections, choices, group="LoRA")
+
+
 def _rows() -> Iterator[Published]:
-    makers = (_titan, _foundry, _gist, _qwen, _litgpt, _others, _single)
+    makers = (_titan, _foundry, _gist, _qwen, _litgpt, _others, _single, _automodel)
     for source, made in zip(SOURCES, makers, strict=True):
         yield from (replace(row, source=source) for row in made())
 
@@ -236,6 +261,8 @@ def candidates(row: Published) -> tuple[tuple[dict[str, Any], Question, Candidat
         text = yaml.safe_dump({**row.sections, "data": {**row.sections["data"], "train": [{"kind": "file", "path": "rows.jsonl"}]}})
         loaded = Loaded(load_text(text, [f"{key}={value}" for key, value in way.items()], "row"), Path("row"), Path())
         question = ask(loaded, lambda *_: None).question
+        device: Any = replace(question.cluster.device, **row.device)  # type: ignore[arg-type]
+        question = replace(question, cluster=replace(question.cluster, device=device))
         with suppress(PlanError) if row.open else nullcontext():
             found.append((way, question, evaluate(question, question.config, "row")))
     return tuple(found)

@@ -25,6 +25,7 @@ from drumline.core.section import (
     Epochs,
     Rate,
     Section,
+    Short,
     Steps,
     passes,
 )
@@ -191,13 +192,31 @@ class MemoryConfig(Section):
     )
 
 
+def _open(enabled: Any) -> Any:
+    """`auto` leaves it to the planner."""
+    return None if enabled == "auto" else enabled
+
+
 class CompileConfig(Section):
-    enabled: bool = Field(False, description="torch.compile each block.")
+    enabled: Annotated[bool | None, Short(_open, {"const": "auto"})] = Field(
+        None,
+        description="torch.compile each block. auto, the same as null: on GPUs where the planner expects the run to save more seconds than"
+        " compiling takes; not on a CPU.",
+    )
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = Field(
         None, description="torch.compile's mode; null: its default."
     )
     loss: bool = Field(False, description="Also compile what the chunked cross-entropy does with the logits of a chunk.")
     optimizer: bool = Field(False, description="Also compile the optimizer's step, of AdamW and SGD in the place of torch's fused kernels.")
+
+
+def _compile_section(value: Any) -> Any:
+    """`compile: auto` is short for `compile: {enabled: auto}`, and so are true and false."""
+    is_short = value == "auto" or isinstance(value, bool)
+    return {"enabled": value} if is_short else value
+
+
+COMPILE_ALONE = Short(_compile_section, {"enum": ["auto", True, False]})
 
 
 class CheckpointConfig(Section):
@@ -271,7 +290,7 @@ class Config(Section):
     adapter: Adapter = Field(default_factory=NoAdapter)
     precision: Annotated[PrecisionConfig, KIND_ALONE] = Field(default_factory=PrecisionConfig)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
-    compile: CompileConfig = Field(default_factory=CompileConfig)
+    compile: Annotated[CompileConfig, COMPILE_ALONE] = Field(default_factory=CompileConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     health: HealthConfig = Field(default_factory=HealthConfig)

@@ -65,6 +65,8 @@ class Buffers:
     begun: float = 0.0  # from backward's begin to its end
     backward: float = 0.0  # besides, while a block runs backward
     second: float = 0.0  # more than that from the second block on, when what the first one saved is gone
+    head: float = 0.0  # besides, in the loss and in the head's backward
+    first: float = 0.0  # more in the first block of backward, while the head's gradient is reduced
     last: float = 0.0  # at the end of backward
     step: float = 0.0
     average: float = 0.0  # behind backward, while gradients are averaged without DDP

@@ -97,6 +97,7 @@ class Estimate(Frozen):
     host: HostMemory
     traffic: Traffic
     seconds: Seconds
+    startup: float = Field(0.0, description="Seconds that compiling takes before the first step.")
     tokens_per_s: float
     mfu: float | None
     limit: int = Field(description="Bytes of a device's memory.")

@@ -282,6 +282,25 @@ def end_weights(facts: ModelFacts, mine: Part) -> list[Weight]:
     return [weight for weight in facts.end_weights if here(weight)]
 
 
+def end_unit(weight: Weight) -> str:
+    """Return `embedding` or `head` if a weight can be gathered with such a module alone; else an empty text.
+
+    A head that is tied to the embedding cannot: it is used at both ends.
+    """
+    if weight.place == "before" and weight.owners[-1:] == ("Embedding",):
+        return "embedding"
+    return "head" if weight.place == "after" and len(weight.shape) == 2 else ""
+
+
+@lru_cache(maxsize=4096)
+def ends_by_unit(facts: ModelFacts, mine: Part, tp: int = 1) -> tuple[Sizes, Sizes, Sizes]:
+    """Return the entries of the embedding, of the head, and of what else of a part lies outside of its blocks."""
+    weights = end_weights(facts, mine)
+    names = ("embedding", "head", "")
+    embedding, head, rest = (sizes([w for w in weights if end_unit(w) == name], tp, 1) for name in names)
+    return embedding, head, rest
+
+
 @lru_cache(maxsize=4096)
 def rank_params(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
     """The entries of a part of the model, cut into tp × shards parts."""
@@ -330,12 +349,15 @@ def tp_ranks(facts: ModelFacts, tp: int) -> tuple[tuple[int, float], ...]:
 
 @lru_cache(maxsize=4096)
 def cut_weights(facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int, wrap: tuple[str, ...] | None) -> Counter[str]:
-    """Entries of the model on rank `rank` of `tp`. Experts that lie on some data ranks are counted apart: `experts…`, `apart`.
+    """Return the entries of the model on rank `rank` of `tp`, by names.
 
-    `units`, `root`: FSDP2's shards, filled up, of what is gathered by blocks and of the rest; `…_trainable`: of these, of trainable ones,
-    `…_low`: of frozen ones of two dimensions and more. `trainable`: without FSDP2's cut; `tied`: of these, on both ends. And numbers of
-    trainable weights: `tensors`; `cut`, `uncut` by tensor parallelism. `staged`: of all stages of a pipeline together. `wrap`: classes
-    whose modules FSDP2 gathers by themselves; None: the model's own blocks."""
+    `units`, `root`: FSDP2's shards, filled up, of what is gathered by blocks and of the rest; `…_trainable`: of
+    these, of trainable ones (`embedding_trainable`: of an embedding that is not tied), `…_low`: of frozen ones of
+    two dimensions and more. Experts that lie on some data ranks are counted apart: `experts…`, `apart`.
+    `trainable`: without FSDP2's cut; `tied`: of these, on both ends. And numbers of trainable weights: `tensors`;
+    `cut`, `uncut` by tensor parallelism. `staged`: of all stages of a pipeline together. `wrap`: classes whose
+    modules FSDP2 gathers by themselves; None: the model's own blocks.
+    """
     sums = Counter[str]()
     for weight, number in weights_of(facts, staged):
         apart = weight.apart > 1
@@ -345,6 +367,7 @@ def cut_weights(facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int
         sums[unit] += here
         if weight.trainable:
             sums[f"{unit}_trainable"] += here
+            sums["embedding_trainable"] += here * (end_unit(weight) == "embedding")
             sums["experts_whole" if apart else "trainable"] += whole
             sums["experts_tensors" if apart else "tensors"] += number
             sums["tied"] += whole if weight.place == "both" else 0

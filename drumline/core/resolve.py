@@ -42,6 +42,9 @@ def resolve(
     why: list[str] = []
     device = device_of(config, machine)
     world = processes_of(config, machine, device, world_size)
+    # What the planner has left open is off: ranks read a plan in which nothing is.
+    options = config.compile.model_copy(update={"enabled": bool(config.compile.enabled)})
+    config = config.model_copy(update={"compile": options})
     strategy = config.strategy.resolved(world, why)
     config = strategy.adopted(config.model_copy(update={"strategy": strategy}))
     strategy = config.strategy

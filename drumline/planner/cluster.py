@@ -38,8 +38,8 @@ def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int
         taken = catalog.AMBIGUOUS.get(catalog.plain(described.device or "")) if not own else None
         notes = (f"cluster.device {described.device}: taken for {taken}",) if taken else ()
         intra, host_link = described.link(spec.intra), described.link(spec.host_link)
-        network = described.link(catalog.OTHER_NETWORK)
-        base = Cluster(spec, 1, 1, intra, network, host_link, notes=notes)
+        inter = described.link(catalog.OTHER_NETWORK)
+        base = Cluster(spec, 1, 1, intra, inter, host_link, notes=notes)
     named, about = _named(described, base.device, machine)
     if named is not None:
         measured = named.shared(ranks) if base.device.kind == "cpu" else named

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ from drumline.planner.faults import MTBF_HOURS, campaign
 from drumline.planner.new_tokens import rows_notes, with_new_rows
 from drumline.planner.question import Found, assemble, find_model, require_adapter, roles_of
 from drumline.planner.search.answer import Candidate
-from drumline.planner.search.auto import choose
+from drumline.planner.search.auto import choose, choose_compile
 from drumline.planner.search.budget import kinds_of, within_budget
 from drumline.report.bars import OnProgress, notes
 from drumline.rl import rewards
@@ -109,6 +110,9 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         why = [reason, *why] if reason else why
     else:
         why = []
+    config, compiling = choose_compile(replace(question, config=config))
+    if compiling:
+        why = [*why, compiling]
     plan = _resolved(request, config, machine, data, facts=question.facts, model_path=policy.path, roles=roles)
     _require_runs(plan)
     if not dry_run:

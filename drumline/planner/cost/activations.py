@@ -105,7 +105,7 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
         some, rest = (formula(each, facts) for each in by_kind(layout))
         return mixed(layout, facts, some, rest)
     adapter, options = isinstance(layout.config.adapter, LoRAConfig), layout.config
-    between = Between(isinstance(options.adapter, LoRAConfig) and options.adapter.dropout > 0, options.compile.enabled)
+    between = Between(isinstance(options.adapter, LoRAConfig) and options.adapter.dropout > 0, bool(options.compile.enabled))
     kernel = choice_of(layout, facts).kernel
     # A mask of the whole length, where rows hold several documents or padding counts, unless attention is given the lengths of these; the
     # ring makes none, and all heads of keys.

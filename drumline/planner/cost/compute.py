@@ -62,6 +62,7 @@ def computing(layout: Layout, facts: ModelFacts, cluster: Cluster) -> tuple[floa
         rate, cast = _of_fp8(layout, facts, cluster, rate)
     products = flops(facts, kind, again, bool(memory.mlp_chunk)) + Passes(scoring_flops(layout, facts), 0.0)
     if layout.device == "cuda":
+        products *= fitted.PRODUCTS
         of_weights = max(0.0, products.backward - products.forward)
         products += Passes(0.0, (fitted.WEIGHT_GRADIENTS - 1) * of_weights)
     works = products * (1 / rate) + attention_flops(facts, kind, again) * (1 / attends)
@@ -77,6 +78,9 @@ def computing(layout: Layout, facts: ModelFacts, cluster: Cluster) -> tuple[floa
         works += Passes(packed, packed, packed * again)
     layers, _ = adapted(facts)
     starts = Passes(*(line.latency + layers * more for line, more in zip((first, second), STARTS_ADAPTED, strict=True)))
+    if layout.config.compile.enabled:
+        ahead, behind = (after / before for after, before in zip(fitted.KERNELS_COMPILED, fitted.KERNELS, strict=True))
+        starts = Passes(starts.forward * ahead, starts.backward * behind)
     hooks = fitted.HOOK * layout.strategy.hooked * modules(facts)
     starts += Passes(hooks, hooks)
     starts = starts._replace(again=again * starts.forward) * (calls * layout.devices_per_rank)
@@ -102,9 +106,12 @@ def operators(layout: Layout, cluster: Cluster) -> tuple[Measured, Measured]:
 def bytes_moved(layout: Layout, facts: ModelFacts) -> Passes:
     """Bytes that all blocks move for each token besides the arithmetic of products: a third of it forward."""
     mesh, width = layout.mesh, WIDTH[layout.precision] / 2
-    moved = fitted.MOVED_COMPILED if layout.config.compile.enabled else fitted.MOVED
+    moved, moved_adapted = fitted.MOVED, fitted.MOVED_ADAPTED
+    if layout.config.compile.enabled:
+        moved -= fitted.FUSED
+        moved_adapted *= fitted.ADAPTED_COMPILED
     third = width * moved / 3 * facts.hidden * facts.layers * (WHOLE / layout.stream_parts + (1 - WHOLE) / mesh.tp)
-    third += width * fitted.MOVED_ADAPTED * adapted(facts)[1] / mesh.tp
+    third += width * moved_adapted * adapted(facts)[1] / mesh.tp
     return Passes(third, 2 * third, third * part_again(layout, facts))
 
 

@@ -197,13 +197,14 @@ def _phases(
     largest = max((part(w, layout.mesh.tp, 1) for w in end_weights(facts, mine) if w.trainable), default=0)
     embedding = entry_bytes(layout) * largest if mine.first else 0
     first = Phase(there, saved + returning, 0.0 if there else left, through + buffers.begun + buffers.backward)
+    begins = first._replace(buffers=first.buffers + buffers.first)
     at_end = max(buffers.backward + buffers.second, buffers.last, embedding)
     second = Phase(there, saved - one + returning, first.logits, first.buffers + buffers.second)
     return {
         "forward": Phase(there, saved + running, 0.0, through + buffers.forward + buffers.block),
-        "loss": Phase(there, saved + ends, head, through + buffers.forward),
-        "head": Phase(there, saved + ends + norm, tail, through + buffers.begun),
-        "blocks": max(first, second, key=sum),
+        "loss": Phase(there, saved + ends, head, through + buffers.forward + buffers.head),
+        "head": Phase(there, saved + ends + norm, tail, through + buffers.begun + buffers.head),
+        "blocks": max(begins, second, key=sum),
         "end": Phase(every, one + returning, 0.0, through + buffers.begun + at_end),
         "average": Phase(every, 0.0, 0.0, buffers.always + buffers.average),
         "clip": Phase(every, 0.0, 0.0, buffers.always),

@@ -46,6 +46,7 @@ def estimate(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: A
         host=host_memory(layout, facts, cluster, needs.peak),
         traffic=volume.traffic(),
         seconds=taken,
+        startup=compiling(layout, facts),
         tokens_per_s=rate,
         mfu=rate * facts.flops_per_token / (peak * devices) if peak else None,
         limit=cluster.device.memory_bytes,
@@ -55,6 +56,13 @@ def estimate(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: A
         memory_range=bytes_range,
         seconds_range=seconds_range,
     )
+
+
+def compiling(layout: Layout, facts: ModelFacts) -> float:
+    """Return the seconds in which a run compiles its blocks before the first step: blocks of a kind share one compilation."""
+    if not layout.config.compile.enabled:
+        return 0.0
+    return fitted.COMPILING * max(1, len(facts.kinds_of_blocks))
 
 
 def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, volume: Volume) -> Seconds:

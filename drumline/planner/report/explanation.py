@@ -103,6 +103,7 @@ def _runs(found: Candidate, facts: ModelFacts) -> list[Line]:
         ("batch", layout.batch.rule(mesh.data_ranks)),
         ("tokens", tokens),
         ("checkpointing", checkpointing(layout)),
+        ("compile", "each block" if layout.config.compile.enabled else "nothing"),
         *([] if layout.config.images_alone else [("attention", choice_of(layout, facts).line)]),
     ]
     if layout.pipeline is not None:
@@ -171,6 +172,8 @@ def _seconds(question: Question, found: Candidate) -> list[Line]:
         del texts["rollout"]
     rows = [(part, number(getattr(spent, part)), texts[part]) for part in SECONDS if part in texts]
     rate = ranged(estimate.tokens_per_s, (1 / estimate.seconds_range[1], 1 / estimate.seconds_range[0]), lambda value: f"{value:,.0f}")
+    if estimate.startup:
+        rows.append(("compiling", number(estimate.startup), "once, before the first step"))
     return [*rows, ("step", ranged(spent.total, estimate.seconds_range), f"{rate} tokens/s of all devices")]
 
 

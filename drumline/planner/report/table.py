@@ -25,6 +25,7 @@ from drumline.planner.search.advice import Adapted, Change, max_batch, max_lengt
 from drumline.planner.search.answer import CLEARLY_LESS, GB, Answer, Candidate, Question, gb, number
 from drumline.planner.search.auto import disagreements, risk, with_little_room
 from drumline.planner.search.choice import slow_lines
+from drumline.planner.search.compiling import describe_compile, is_weighed
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 SECONDS = ("compute", "communication", "bubble", "optimizer", "offload", "rollout")
@@ -32,7 +33,7 @@ SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}  # 
 VERDICTS = {"fits": "green", "tight": "yellow", "no": "red"}
 # Heads of columns of text; the others hold numbers.
 VERDICT, NEEDS, STEP, SPEED = "verdict\n(risk)", "memory of\na device, GB", "seconds\na step", "tokens/s\nof all\ndevices"
-TEXT_COLUMNS = ("", "strategy", VERDICT, "mesh", "checkpointing", "change", "then", "device", "link", "usual link", "to host")
+TEXT_COLUMNS = ("", "strategy", VERDICT, "mesh", "checkpointing", "compile", "change", "then", "device", "link", "usual link", "to host")
 Kind = Literal["max_length", "max_batch"]
 SHOWN = (VERDICT, NEEDS, SPEED)
 
@@ -205,6 +206,8 @@ def _groups(question: Question, ranked: Sequence[Candidate], tokens: float | Non
         "micro ×\nacc": [f"{c.layout.batch.micro_batch} × {c.layout.batch.accumulation}" for c in ranked],
         "checkpointing": [checkpointing(c.layout) for c in ranked],
     }
+    if any(c.config.compile.enabled for c in ranked):
+        layout["compile"] = ["on" if c.config.compile.enabled else "off" for c in ranked]
     later = any(gradients_at_peak(memory) < 0.99 * memory.gradients for memory in memories)
     peak = "GB of a device at its peak" + (" (grads: all, some of which come after it)" if later else "")
     parts = (*CATEGORIES, "peak")
@@ -292,6 +295,11 @@ def _show_remarks(answer: Answer, adapted: Sequence[Adapted], console: Console, 
     for line in slow_lines(answer, adapted, tokens):
         console.print(line, markup=False)
     question, first = answer.question, answer.ranked[0]
+    is_open = question.config.compile.enabled is None
+    if is_open and is_weighed(first.layout, question.facts, question.cluster):
+        steps = first.layout.steps if tokens is None else round(tokens / first.layout.tokens_per_step)
+        line = describe_compile(first.layout, question.facts, question.cluster, steps)
+        console.print(f"{line}.\n", markup=False)
     if first.estimate.verdict == "tight":
         console.print(f"Row 1 is tight: {risk(first)}.{_safer(answer)}\n", markup=False)
     tight = answer.tight

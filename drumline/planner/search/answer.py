@@ -64,10 +64,22 @@ class Candidate:
         return self.layout.mesh.world_size * self.layout.devices_per_rank
 
     def hours(self, tokens: float | None = None) -> float | None:
-        """Hours of the run: for `tokens` where given, else for its steps; None where neither is known."""
+        """Hours of the run with what it compiles: for `tokens` where given, else for its steps; None where neither is known."""
         if tokens is not None:
-            return tokens / self.estimate.tokens_per_s / 3600
-        return None if self.layout.steps is None else self.layout.steps * self.estimate.seconds.total / 3600
+            stepping = tokens / self.estimate.tokens_per_s
+        elif self.layout.steps is not None:
+            stepping = self.layout.steps * self.estimate.seconds.total
+        else:
+            return None
+        return (stepping + self.estimate.startup) / 3600
+
+    @property
+    def speed_of_run(self) -> float:
+        """Tokens/s of the whole run, in which it also compiles; of its steps alone where its length is not known."""
+        if not self.layout.steps:
+            return self.estimate.tokens_per_s
+        stepping = self.layout.steps * self.estimate.seconds.total
+        return self.estimate.tokens_per_s * stepping / (stepping + self.estimate.startup)
 
     def cost(self, price: float | None, tokens: float | None = None) -> float | None:
         """The cost of the run, in the currency of `price` of a device for an hour; None where price or length of the run is not known."""
@@ -159,7 +171,7 @@ def faster(estimate: Estimate, other: Estimate) -> bool:
 
 def trusted_speed(candidate: Candidate) -> float:
     """Tokens/s, and UNMEASURED less with tensor, context or pipeline parallelism, which no measured run has confirmed."""
-    speed = candidate.estimate.tokens_per_s
+    speed = candidate.speed_of_run
     return speed if is_measured(candidate.layout) else (1 - UNMEASURED) * speed
 
 

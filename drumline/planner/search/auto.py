@@ -15,10 +15,12 @@ from drumline.core.config import Config
 from drumline.core.explain import count
 from drumline.core.stages import in_flight
 from drumline.core.strategy import StrategySpec
+from drumline.errors import PlanError
 from drumline.planner.cost.fitted import SPEED_ERROR, is_measured
 from drumline.planner.search.advice import nothing_fits, refusal
-from drumline.planner.search.answer import TIE, UNMEASURED, Answer, Candidate, Question, Refused, faster, gb
-from drumline.planner.search.search import look_at, search
+from drumline.planner.search.answer import TIE, UNMEASURED, Answer, Candidate, Question, Refused, expected_speed, faster, gb
+from drumline.planner.search.compiling import describe_compile, reason_against, set_compile
+from drumline.planner.search.search import evaluate, look_at, search
 from drumline.strategies.auto.spec import AutoStrategy
 from drumline.strategies.ddp.spec import DDPStrategy
 from drumline.strategies.fsdp2.spec import FSDP2Strategy
@@ -120,7 +122,32 @@ def choose(question: Question) -> tuple[Config, str | None]:
         update["batch"] = first.config.batch
     if layout.config.memory != config.memory:
         update["memory"] = layout.config.memory
+    if layout.config.compile.enabled:
+        update["compile"] = layout.config.compile
+    elif layout.device == "cuda":  # decided, so that nobody asks again
+        update["compile"] = set_compile(config, bool(config.compile.enabled)).compile
     return config.model_copy(update=update), _why(answer)
+
+
+def choose_compile(question: Question) -> tuple[Config, str]:
+    """Return the config of a named strategy with `compile: auto` decided, and why.
+
+    The same config with an empty text where the user has decided, on a CPU, and where the config cannot be
+    planned: resolving it reports the reason.
+    """
+    config, facts, cluster = question.config, question.facts, question.cluster
+    if config.compile.enabled is not None or cluster.device.kind == "cpu":
+        return config, ""
+    try:
+        chosen = evaluate(question, set_compile(config, False), "eager")
+        if not reason_against(config, facts, cluster):
+            compiled = evaluate(question, set_compile(config, True), "compiled")
+            if expected_speed(compiled) * (1 - TIE) > expected_speed(chosen):
+                chosen = compiled
+    except PlanError:
+        return config, ""
+    line = describe_compile(chosen.layout, facts, cluster, chosen.layout.steps)
+    return set_compile(config, bool(chosen.config.compile.enabled)), line
 
 
 def with_little_room(answer: Answer) -> str:
@@ -160,6 +187,11 @@ def _why(answer: Answer) -> str:
     line = with_little_room(answer)
     if line:
         parts.append(line)
+    question = answer.question
+    if question.config.compile.enabled is None:
+        compiling = describe_compile(first.layout, question.facts, question.cluster, first.layout.steps)
+        if compiling:
+            parts.append(compiling)
     return "; ".join(parts)
 
 

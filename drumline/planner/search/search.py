@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from drumline.core.batch import TOKENS_AT_ONCE, batches
-from drumline.core.config import Config
+from drumline.core.batch import TOKENS_AT_ONCE, batches, resolve_batch
+from drumline.core.config import BatchConfig, Config
 from drumline.core.estimate import Estimate
 from drumline.core.facts import ModelFacts
-from drumline.core.plan import Layout
+from drumline.core.mesh import Mesh
+from drumline.core.plan import BatchPlan, Layout
 from drumline.core.registry import kinds
 from drumline.core.resolve import deepspeed_of, device_of, lay_out, precision_of, require, resolve
 from drumline.core.rule import Case
@@ -46,8 +47,12 @@ from drumline.planner.search.answer import (
     why_not,
 )
 from drumline.planner.search.budget import CHECKPOINTING, kinds_of, within_budget
+from drumline.planner.search.compiling import reason_against, set_compile
 
 FEW = 3  # strategies of a family that an answer holds
+# Speeds of micro-batches of one strategy that differ by less are the same: what is wrong of one is wrong of the other, too.
+SAME_ERROR = 0.01
+MOST_AT_ONCE = 4 * TOKENS_AT_ONCE  # of micro-batches that are tried where nobody has set a batch
 # Keys that candidates choose; whatever else a user sets of a strategy goes over them.
 _CHOSEN = ("tp", "cp", "pp", "ep", "replicate", "reshard_after_forward", "offload", "offload_optimizer", "offload_parameters")
 
@@ -109,6 +114,9 @@ def search(question: Question, among: Iterable[StrategySpec] | None = None, *, w
         family = families.setdefault(strategy.names(question.cluster.world_size).family, _Family())
         if (best := estimates.best_of(strategy, family, with_room)) is not None:
             family.best = heapq.nlargest(FEW, [*family.best, best], expected_speed)
+    if estimates.may_compile:
+        for family in families.values():
+            family.best = [estimates.with_compile(candidate, family, with_room) for candidate in family.best]
     found, refused = list[Candidate](), list[Refused]()
     for name, family in families.items():
         try:
@@ -147,6 +155,8 @@ def _faster_and_tight(ranked: Sequence[Candidate], families: Iterable[_Family], 
 def _difference(layout: Layout, other: Layout) -> str:
     """What a layout does otherwise than another one of the same strategy, for its name."""
     kind = layout.activation_checkpointing
+    if kind == other.activation_checkpointing and layout.batch == other.batch:
+        return "compiled" if layout.config.compile.enabled else "eager"
     if kind == other.activation_checkpointing:
         return f"micro-batch {layout.batch.micro_batch}"
     return "no checkpointing" if kind == "none" else f"{kind} checkpointing"
@@ -199,18 +209,34 @@ class _Estimates:
         if self.config.precision.kind == "fp8" and self.device == "cuda" and known is not None and "fp8" not in known.flops:
             raise PlanError(f"precision fp8 but {known.name} has no fp8", where="precision", fix="use precision=bf16")
         memory = self.config.memory
+        is_open = self.config.compile.enabled is None
+        self.may_compile = is_open and not reason_against(self.config, question.facts, question.cluster)
         self.kinds = kinds_of(memory) if question.facts.block_parameters else (memory.activation_checkpointing,)
         # A budget chooses for each batch by itself.
         self.checkpointing = self.kinds if memory.budget_gb is None else self.kinds[:1]
 
-    def best_of(self, strategy: StrategySpec, family: _Family, with_room: bool) -> Candidate | None:
-        """The best micro-batch and checkpointing of a strategy: the largest expected speed; of those as fast, one that fits before a tight
-        one, the least checkpointing, then the micro-batch nearest to the usual one. None where none fits or rules and numbers refuse all;
-        the family notes it. `with_room`: tight ones do not count."""
+    def with_compile(self, eager: Candidate, family: _Family, with_room: bool) -> Candidate:
+        """Return the best compiled candidate of an eager one's strategy if the run gains from it, else the eager one."""
+        compiled = self.best_of(eager.layout.strategy, family, with_room, compiles=True)
+        if compiled is None:
+            return eager
+        is_faster = expected_speed(compiled) * (1 - TIE) > expected_speed(eager)
+        return compiled if is_faster else eager
+
+    def best_of(
+        self, strategy: StrategySpec, family: _Family, with_room: bool, compiles: bool = False
+    ) -> Candidate | None:
+        """Return the best micro-batch and checkpointing of a strategy: the largest expected speed.
+
+        Of those as fast (TIE), one that fits goes before a tight one, then the least checkpointing. Of these,
+        among the fastest (SAME_ERROR), it is the micro-batch nearest to the usual one. None where none fits or
+        rules and numbers refuse all; the family notes it. `with_room`: tight ones do not count. `compiles`:
+        compiled, where the config leaves it open.
+        """
         found = list[Candidate]()
         for kind in self.checkpointing:
             try:
-                for candidate in self.candidates(strategy, kind):
+                for candidate in self.candidates(strategy, kind, compiles):
                     family.looked_at += 1
                     estimated, nearest, tight = candidate.estimate, family.nearest, family.tight
                     if estimated.verdict == "fits" or (estimated.verdict == "tight" and not with_room):
@@ -225,14 +251,24 @@ class _Estimates:
             return None
         fastest = max(expected_speed(candidate) for candidate in found)
 
-        def preference(candidate: Candidate) -> tuple[bool, int, float]:
+        def preference(candidate: Candidate) -> tuple[bool, int]:
+            kind = candidate.layout.activation_checkpointing
+            return candidate.estimate.verdict != "fits", CHECKPOINTING.index(kind)
+
+        def distance(candidate: Candidate) -> float:
             layout = candidate.layout
-            off = abs(math.log2(layout.rows * layout.length / TOKENS_AT_ONCE))
-            return candidate.estimate.verdict != "fits", CHECKPOINTING.index(layout.activation_checkpointing), off
+            return abs(math.log2(layout.rows * layout.length / TOKENS_AT_ONCE))
 
-        return min((c for c in found if expected_speed(c) >= (1 - TIE) * fastest), key=preference)
+        equal = [c for c in found if expected_speed(c) >= (1 - TIE) * fastest]
+        first = min(preference(candidate) for candidate in equal)
+        alike = [candidate for candidate in equal if preference(candidate) == first]
+        fastest_alike = max(expected_speed(candidate) for candidate in alike)
+        near = [c for c in alike if expected_speed(c) >= (1 - SAME_ERROR) * fastest_alike]
+        return min(near, key=distance)
 
-    def candidates(self, strategy: StrategySpec, checkpointing: str) -> Iterator[Candidate]:
+    def candidates(
+        self, strategy: StrategySpec, checkpointing: str, compiles: bool = False
+    ) -> Iterator[Candidate]:
         """One for each possible micro-batch, the smallest first, up to the first that does not fit: a larger one needs no less. But without
         accumulation no gradients are added up, so that one is looked at too, where their bytes (with DDP's buckets twice) would do.
         Raises PlanError where rules or numbers refuse all."""
@@ -246,10 +282,12 @@ class _Estimates:
             raise PlanError(f"it is one process, and there are {cluster.world_size}")
         memory = self.config.memory.model_copy(update={"activation_checkpointing": checkpointing})
         config = self.config.model_copy(update={"strategy": strategy, "memory": memory})
+        if compiles:
+            config = set_compile(config, True)
         case = Case(config, strategy.mesh(world), self.device, self.precision, question.facts)
         require(case, question.roles, question.data)
         refusal, laid_out, over = None, False, False
-        for batch in batches(config, case.mesh.data_ranks, cluster.world_size, in_flight(case.mesh, strategy)):
+        for batch in self._batches(config, case.mesh, in_flight(case.mesh, strategy)):
             if over and batch.accumulation > 1:
                 continue
             try:
@@ -266,6 +304,28 @@ class _Estimates:
                     return
         if refusal is not None and not laid_out:
             raise refusal
+
+
+    def _batches(self, config: Config, mesh: Mesh, least: int) -> Iterator[BatchPlan]:
+        """Yield the batches to estimate, the smallest micro-batch first (core.batch.batches).
+
+        A single GPU for which nobody has set any batch would take one row at a time. There the global batch is
+        open, too: rows are doubled up to MOST_AT_ONCE tokens, as far as there is data.
+        """
+        world = self.question.cluster.world_size
+        yield from batches(config, mesh.data_ranks, world, least)
+        is_open = config.batch.model_dump(exclude_defaults=True) == {}
+        if world > 1 or self.device == "cpu" or not is_open or config.images_alone:
+            return
+        tokens = config.data.max_length * config.algorithm.rows_per_sample
+        data = self.question.data
+        most = MOST_AT_ONCE // tokens
+        if data is not None:
+            most = min(most, data.train_samples)
+        samples = 2
+        while samples <= most:
+            yield resolve_batch(config, mesh.data_ranks, least, BatchConfig(micro_batch=samples))
+            samples *= 2
 
 
 def _complete(candidate: Candidate, facts: ModelFacts) -> Candidate:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from drumline.core.cost import FULL, LOW, WIDTH, Beside, Buffers, Copied, State, Volume, kind_of, stepping
 from drumline.core.estimate import Activations
-from drumline.core.facts import ModelFacts, Part, ends, largest_block, rank_params, takes_fp8
+from drumline.core.facts import ModelFacts, Part, ends, ends_by_unit, largest_block, rank_params, takes_fp8
 from drumline.core.mesh import Mesh, divide
 from drumline.core.plan import Layout, Plan
 from drumline.core.rule import Case, Refusal, no_option
@@ -28,6 +28,8 @@ class FSDP2Strategy(Degrees):
     in_step: ClassVar[bool] = True
     takes_packed: ClassVar[bool] = True
     whole_weights: ClassVar[bool] = False
+    # Whether the engine gathers the embedding, and the head, by themselves: the embedding goes after forward. False: with the root.
+    ends_apart: ClassVar[bool] = False
     lacks = (
         *no_option("offload_nvme", "torch offloads to host memory only", "fsdp2 with offload=cpu, or zero3 with offload_parameters"),
         *no_option("compression", "shards are reduced by reduce-scatter, which has no hooks", "reduce_dtype=bf16"),
@@ -141,6 +143,13 @@ class FSDP2Strategy(Degrees):
             gathered, running, begun, returning = every, one, 0, one
         waits = (not self.sync_each_micro_batch and layout.batch.accumulation > 1) or piped
         unreduced = reduced * whole.trainable if waits else 0
+        of_head, of_embedding = 0.0, 0.0
+        if self.ends_apart and self.reshard_after_forward:
+            embedding, head, rest = ends_by_unit(facts, mine, tp)
+            of_embedding, of_head, gathered = (
+                width * (has.entries - has.low) + frozen * has.low for has in (embedding, head, rest)
+            )
+            of_embedding *= embedding.trainable > 0  # a frozen one is not gathered for backward
         # Unsharded gradients; the buffer in which those of the block before are being reduced, and the result.
         result = FULL * math.ceil(block.trainable / shards)
         reduction, second = width * block.trainable, reduced * block.trainable + result
@@ -148,13 +157,21 @@ class FSDP2Strategy(Degrees):
             reduction, second = (width + 2 * reduced + width) * block.trainable + result, 0
         offloaded = self.offload == "cpu" and layout.device == "cuda"
         copies = FULL * (root.entries + block.entries) / shards if offloaded else 0
+        # The head's gradient is reduced as soon as it is there; of the root's the rest waits for the end.
+        of_ends = root.trainable
+        at_head = 0.0
+        if of_head:
+            of_ends -= head.trainable
+            at_head = reduced * head.trainable + FULL * head.trainable / shards
         return Buffers(
             through=gathered + unreduced + copies,
+            head=of_head,
+            first=at_head,
             block=running,
             begun=begun,
             backward=returning + reduction,
             second=second,
-            last=(width + reduced) * root.trainable,
+            last=of_embedding + (width + reduced) * of_ends,
             step=0.0 if offloaded else stepping(layout, rank_params(facts, mine, tp, shards), True),
         )
 
@@ -177,6 +194,9 @@ class FSDP2Strategy(Degrees):
         reductions = rounds if self.sync_each_micro_batch and not piped else 1
         beside: Beside = "backward" if reductions == rounds else "last"
         volume.add("all_gather", rooted * root, shards, "shard", rooted)
+        if self.ends_apart and self.reshard_after_forward and has["embedding_trainable"]:
+            again = rooted * width * has["embedding_trainable"]
+            volume.add("all_gather", again, shards, "shard", rooted, "backward")
         ranks = shards // layout.mesh.ep  # of experts that lie on some data ranks
         for entries, over in ((units, shards), (width * has["experts"] - spared * has["experts_low"], ranks)):
             volume.add("all_gather", forward * entries, over, "shard", forward * blocks, "forward")

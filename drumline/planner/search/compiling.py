@@ -1,0 +1,111 @@
+"""Whether a run compiles its blocks where nobody has said so (`compile: auto`): the seconds before its first step against those that each
+step saves. Pure."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+
+from drumline.core.attention import installed
+from drumline.core.config import Config
+from drumline.core.estimate import Estimate
+from drumline.core.facts import ModelFacts
+from drumline.core.plan import Layout
+from drumline.core.rule import Case, packed_bits
+from drumline.core.rules import check_rules
+from drumline.errors import PlanError
+from drumline.hardware.cluster import Cluster
+from drumline.planner.cost.times import estimate
+from drumline.planner.search.answer import TIE, number
+
+NOT_SHOWN = "experimental: it has run on no GPU here"
+
+
+def set_compile(config: Config, is_enabled: bool) -> Config:
+    """Return the config with `compile.enabled` set."""
+    options = config.compile.model_copy(update={"enabled": is_enabled})
+    return config.model_copy(update={"compile": options})
+
+
+def reason_against(config: Config, facts: ModelFacts, cluster: Cluster) -> str:
+    """Return why `compile: auto` leaves a run eager without looking at its seconds; an empty text if it does not."""
+    if cluster.device.kind == "cpu":
+        return "on a CPU compiling takes minutes, and what it gains is not known"
+    if config.images_alone or config.plain or facts.vision_language:
+        return "what it gains is known for blocks of texts alone"
+    if config.algorithm.rollout is not None or config.eval.generates:
+        return "the blocks also sample, and each new length would be compiled anew"
+    if facts.experts:
+        return "how many tokens come to an expert is another number each time"
+    if packed_bits(config):
+        return "unpacking a weight is not compiled, so a block would fall into many parts"
+    return _missing_tool() if cluster.found else ""
+
+
+def _missing_tool() -> str:
+    """Return which tool of torch.compile this machine lacks; an empty text if it has all."""
+    if not installed("triton"):
+        return "the package triton is missing here"
+    compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
+    if not any(shutil.which(name) for name in compilers):
+        return "Triton needs a C compiler, and none is here"
+    return ""
+
+
+def is_weighed(layout: Layout, facts: ModelFacts, cluster: Cluster) -> bool:
+    """Return whether a step would be faster compiled, so that the length of the run decides whether it is."""
+    if reason_against(layout.config, facts, cluster) or _refusal(layout, facts):
+        return False
+    eager, compiled = _both(layout, facts, cluster)
+    return _is_gain(eager, compiled)
+
+
+def describe_compile(layout: Layout, facts: ModelFacts, cluster: Cluster, steps: int | None) -> str:
+    """Return what `compile: auto` has chosen for a layout and why, with both numbers; an empty text on a CPU.
+
+    `steps`: of the run; None: not known.
+    """
+    if layout.device == "cpu":
+        return ""
+    reason = reason_against(layout.config, facts, cluster) or _refusal(layout, facts)
+    if reason:
+        return f"compile auto: off: {reason}"
+    eager, compiled = _both(layout, facts, cluster)
+    saved = eager.seconds.total - compiled.seconds.total
+    before = f"compiling takes about {compiled.startup:.0f} s before the first step"
+    each = f"a step takes {number(compiled.seconds.total)} s compiled and {number(eager.seconds.total)} s eager"
+    if layout.config.compile.enabled:
+        text = f"compile auto: on ({NOT_SHOWN}): {before}; {each}"
+    else:
+        text = f"compile auto: off: {before}; {each}"
+    if not _is_gain(eager, compiled):
+        return f"{text}, which is no gain that counts"
+    if steps is None:
+        return f"{text}, so it pays from step {math.ceil(compiled.startup / saved):,} on"
+    return f"{text}, which saves {number(saved * steps)} s over {steps:,} steps"
+
+
+def _both(layout: Layout, facts: ModelFacts, cluster: Cluster) -> tuple[Estimate, Estimate]:
+    """Return the estimates of a layout eager and compiled."""
+    eager = estimate(_with_compile(layout, False), facts, cluster)
+    return eager, estimate(_with_compile(layout, True), facts, cluster)
+
+
+def _is_gain(eager: Estimate, compiled: Estimate) -> bool:
+    """Return whether a compiled step is faster by more than the error of a prediction."""
+    return eager.seconds.total - compiled.seconds.total > TIE * compiled.seconds.total
+
+
+def _with_compile(layout: Layout, is_enabled: bool) -> Layout:
+    return layout.model_copy(update={"config": set_compile(layout.config, is_enabled)})
+
+
+def _refusal(layout: Layout, facts: ModelFacts) -> str:
+    """Return the rule that refuses to compile a layout; an empty text without one."""
+    config = set_compile(layout.config, True)
+    try:
+        check_rules(Case(config, layout.mesh, layout.device, layout.precision, facts))
+    except PlanError as error:
+        return error.what
+    return ""

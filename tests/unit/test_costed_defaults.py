@@ -1,0 +1,46 @@
+"""Defaults that the planner tells apart: FSDP2 without resharding in a pipeline, sequence parallelism with tensor parallelism, and the
+embedding and the head as FSDP units of their own."""
+
+from __future__ import annotations
+
+import pytest
+
+from drumline.core.estimate import Estimate
+from drumline.planner.public import plan
+from drumline.planner.search.search import evaluate
+from drumline.strategies.fsdp2.spec import FSDP2Strategy
+
+
+def estimated(strategy: str, model: str = "llama-3.1-8b") -> Estimate:
+    overrides = [f"strategy={strategy}", "memory.activation_checkpointing=full", "batch.global_samples=32", "compile=false"]
+    question = plan(model=model, cluster="8xh100-80g", length=4096, overrides=overrides).answer.question
+    return evaluate(question, question.config, "").estimate
+
+
+def test_a_pipeline_that_does_not_reshard_sends_less_and_holds_more() -> None:
+    resharded = estimated("{kind: fsdp2, pp: 2}")
+    kept = estimated("{kind: fsdp2, pp: 2, reshard_after_forward: false}")
+    assert kept.traffic.all_gather < resharded.traffic.all_gather
+    assert kept.seconds.total < resharded.seconds.total
+    assert kept.memory.peak > resharded.memory.peak
+
+
+def test_tensor_parallelism_with_a_stream_in_parts_holds_less() -> None:
+    whole = estimated("{kind: fsdp2, tp: 4}")
+    in_parts = estimated("{kind: fsdp2, tp: 4, sequence_parallel: true}")
+    assert in_parts.memory.activations < whole.memory.activations
+    assert in_parts.seconds.compute < whole.seconds.compute
+
+
+def test_ends_of_their_own_are_gone_while_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_root = estimated("fsdp2")
+    tied = estimated("fsdp2", "llama-3.2-1b")
+    monkeypatch.setattr(FSDP2Strategy, "ends_apart", True)
+    apart = estimated("fsdp2")
+    end = 2 * 128256 * 4096  # bytes of the embedding, or of the head, in bf16
+    assert with_root.memory.phases["forward"] - apart.memory.phases["forward"] == pytest.approx(2 * end)
+    assert with_root.memory.phases["loss"] - apart.memory.phases["loss"] == pytest.approx(end)
+    # For each of 4 micro-batches the embedding is gathered again in backward: seven eighths of it are sent.
+    more = apart.traffic.all_gather - with_root.traffic.all_gather
+    assert more == pytest.approx(4 * end * 7 / 8)
+    assert estimated("fsdp2", "llama-3.2-1b").model_dump() == tied.model_dump()
