@@ -75,7 +75,11 @@ def test_all_kinds_of_short_forms_are_found() -> None:
 
 @pytest.mark.parametrize("place", PLACES, ids=".".join)
 def test_a_short_form_that_train_accepts_is_valid(place: tuple[str, ...]) -> None:
-    words: list[Any] = ["4x4090", "h100", 4090] if place[0] == "cluster" else kinds_at(place)
+    words: list[Any] = kinds_at(place)
+    if place[0] == "cluster":
+        words = ["4x4090", "h100", 4090]
+    if place[0] == "compile":
+        words = ["auto", True, False]
     taken = [word for word in words if accepted(at(place, word))]
     assert taken
     for word in taken:
