@@ -47,8 +47,6 @@ def choose(layout: Layout, head_dim: int, caps: bool, own: bool, needs_mask: str
         needs_mask = "dp cuts the rows of a batch that is collated already"
     if layout.mesh.cp > 1 and layout.strategy.context_method() == "ring":
         needs_mask = "ring attention has a kernel of its own"
-    if layout.config.compile.enabled and layout.activation_checkpointing != "none":
-        needs_mask = "a block that is compiled with its recomputation takes no lengths"
     if needs_mask:
         return Choice("masked", needs_mask)
     if wanted != "auto":

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from importlib import import_module
 from types import SimpleNamespace
@@ -38,22 +39,65 @@ SCORE_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_pr
 _batch: ContextVar[Any] = ContextVar("batch")  # the one that a model runs on
 
 
-class Documents:
-    """What a layer attends to, in the place of a mask: each token to its own document, and of that, with `causal`, to what stands up to
-    it, with `window` only to the nearest so many tokens. `lengths`: of each row's documents, without padding. `branches`: each document
-    goes on from the first of its row, which it sees."""
+@dataclass(eq=False)
+class Pattern:
+    """Which tokens of rows may meet, as numbers of the host.
+
+    `lengths`: of each row's documents, without padding. `width`: tokens of a row. A token sees its
+    own document: with `causal` what stands up to it, with `window` only the nearest so many tokens.
+    With `branches` each document continues the first of its row, which it sees.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+    width: int
+    causal: bool
+    window: int | None
+    branches: bool
+
+
+class Documents(Pattern):
+    """What a layer attends to, in the place of a mask.
+
+    `bounds_N`: int32[N + 1], where documents begin in all rows end to end; the last is B × T.
+    `longest`: tokens of the longest document, paddings among them. `kernel`: takes the lengths of
+    this batch in one call; None: each document by itself.
+    """
 
     def __init__(self, batch: Any, causal: bool, window: int | None) -> None:
-        self.lengths: tuple[tuple[int, ...], ...] = batch.documents
-        self.bounds_N: Tensor = batch.bounds_N  # int32[N + 1]: where documents begin in all rows end to end; the last is B × T
-        self.causal, self.window, self.branches = causal, window, getattr(batch, "branches", False)
-        self.width = batch.input_ids_BT.shape[1]
-        self.longest = max(max(row, default=0) for row in [*self.lengths, [self.width - sum(row) for row in self.lengths]])
+        width = batch.input_ids_BT.shape[1]
+        super().__init__(batch.documents, width, causal, window, getattr(batch, "branches", False))
+        self.bounds_N: Tensor = batch.bounds_N
+        self.longest = 0
+        for row in self.lengths:
+            self.longest = max(self.longest, *row, width - sum(row))
+        self.kernel: Callable[..., Tensor] | None = None
 
     @cached_property
     def block_mask(self) -> Any:
         """flex_attention's mask over all rows end to end, made once for all layers."""
         return block_mask(self)
+
+    @cached_property
+    def lengths_BN(self) -> Tensor:
+        """`lengths` as int64[B, N] in host memory, filled up with -1 (see `attend`).
+
+        There are two columns at least: a size of 1 would be compiled by itself.
+        """
+        columns = max(2, *(len(row) for row in self.lengths))
+        return torch.tensor([[*row, *[-1] * (columns - len(row))] for row in self.lengths])
+
+    def prepare(self, kernel: Kernel, dtype: torch.dtype, head_dim: int) -> None:
+        """Choose how to attend, before any block runs: within a compiled one nothing can be tried.
+
+        `kernel`: the one of the policy. `dtype`, `head_dim`: of queries.
+        """
+        is_usable = kernel != "documents" and not self.branches
+        if is_usable and _works(kernel, self.bounds_N.device, dtype, head_dim):
+            self.kernel = KERNELS[kernel]
+        if self.kernel is None:
+            self.lengths_BN  # noqa: B018 - is kept
+        elif kernel == "flex_attention":
+            self.block_mask  # noqa: B018 - is kept
 
 
 def attend_by_documents(model: Any, layout: Layout) -> None:
@@ -68,9 +112,9 @@ def attend_by_documents(model: Any, layout: Layout) -> None:
     if kernel == "masked":
         return
     name = name_of(kernel, before)
-    # A compiled block would be compiled anew for other lengths.
-    AttentionInterface.register(name, partial(torch.compiler.disable(attention), kernel, before))
-    AttentionMaskInterface.register(name, partial(mask, before))
+    whole = None if before == "eager" else AttentionInterface()[before]
+    AttentionInterface.register(name, partial(attention, whole))
+    AttentionMaskInterface.register(name, partial(mask, kernel, size, before))
     model.set_attn_implementation(name)
 
 
@@ -103,7 +147,7 @@ def attending(model: Any, batch: Any, sequence: SequencePart | None = None) -> I
         _batch.reset(token)
 
 
-def mask(before: str, **options: Any) -> Any:
+def mask(kernel: Kernel, head_dim: int, before: str, **options: Any) -> Any:
     """In the place of a mask function of transformers: `Documents` of the batch in hand; None where is_causal says it all. Without a
     batch, and for patterns that are neither all tokens nor causal ones nor a window of these, the mask of `before`."""
     from transformers import AttentionMaskInterface
@@ -117,7 +161,11 @@ def mask(before: str, **options: Any) -> Any:
         documents = Documents(batch, not everything, window)
         # Padding stands behind all others, where no causal token sees it.
         alone = all(row == (documents.width,) if everything else len(row) <= 1 for row in documents.lengths)
-        return None if alone and before == "sdpa" and (window is None or window >= documents.width) else documents
+        if alone and before == "sdpa" and (window is None or window >= documents.width):
+            return None
+        dtype = options.get("dtype", torch.float32)
+        documents.prepare(kernel, _autocast_type(batch.bounds_N.device.type) or dtype, head_dim)
+        return documents
     if batch is not None and getattr(batch, "attention_mask_BT", None) is None:
         options["attention_mask"], positions_BT = None, batch.position_ids_BT
         if (documents_BT := find_packed_sequence_indices(positions_BT)) is not None:
@@ -125,32 +173,78 @@ def mask(before: str, **options: Any) -> Any:
     return AttentionMaskInterface()[before](**options)
 
 
-def attention(
-    kernel: Kernel, before: str, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
-) -> tuple[Tensor, Any]:
-    """In the place of an attention function of transformers: [B, H, T, D] in, [B, T, H, D] out. Tokens of padding get zeros, or numbers
-    that mean nothing."""
-    from transformers import AttentionInterface
+def _autocast_type(device: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
+
+def attention(
+    whole: Callable[..., Any] | None,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> tuple[Tensor, Any]:
+    """In the place of an attention function of transformers. Can be traced as a part of one graph.
+
+    `whole`: that function; None: the eager one of the module's own class. `query`, `key` and
+    `value` are [B, H, T, D], the result is [B, T, H, D]. Tokens of padding get zeros, or numbers
+    that mean nothing.
+    """
+    if not isinstance(attention_mask, Documents):
+        function: Any = _eager(module) if whole is None else whole
+        made: tuple[Tensor, Any] = function(module, query, key, value, attention_mask, **options)
+        return made
+    documents, cap, scale = attention_mask, options.get("softcap"), options.get("scaling")
+    low = _autocast_type(query.device.type)
+    if low is not None:
+        # Rotary positions leave queries and keys in fp32, values not; autocast knows no operator
+        # but torch's own scaled_dot_product_attention, which casts them like this.
+        query, key, value = query.to(low), key.to(low), value.to(low)
+    has_own = bool(options.get("dropout")) or (whole is None and cap is None)  # sinks, for one
+    is_of_one_size = query.shape[-1] == value.shape[-1]
+    if documents.kernel is not None and not has_own and is_of_one_size:
+        return documents.kernel(query, key, value, documents, scale, cap), None
+    is_additive = whole is None or cap is not None
+    if not torch.compiler.is_compiling():
+        return _by_function(module, is_additive, documents, query, key, value, options), None
+    if is_additive or has_own or documents.kernel is not None:
+        return _out_of_graph(module, is_additive, documents, query, key, value, options), None
+    arguments = documents.lengths_BN, documents.causal, documents.window, documents.branches
+    out: Tensor = torch.ops.drumline.attend(query, key, value, *arguments, scale)
+    return out, None
+
+
+def _eager(module: Any) -> Any:
+    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+
+
+def _by_function(
+    module: Any,
+    is_additive: bool,
+    documents: Pattern,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: dict[str, Any],
+) -> Tensor:
+    """Each document by a function of transformers.
+
+    sdpa has no soft caps, and none of what a class without sdpa does besides.
+    """
     from drumline.vendor.transformers import sdpa_attention_forward
 
-    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    whole: Any = eager if before == "eager" else AttentionInterface()[before]
-    if not isinstance(attention_mask, Documents):
-        made: tuple[Tensor, Any] = whole(module, query, key, value, attention_mask, **options)
-        return made
-    cap = options.get("softcap")
-    own = options.get("dropout") or (before == "eager" and cap is None)  # sinks, for one
-    if kernel != "documents" and not own and not attention_mask.branches and _works(kernel, query.device, query.dtype, query.shape[-1]):
-        return KERNELS[kernel](query, key, value, attention_mask, options.get("scaling"), cap), None
-    # sdpa has no soft caps, and none of what a class without sdpa does besides.
-    additive = before == "eager" or cap is not None
-    whole = partial(eager if additive else sdpa_attention_forward, module)
-    return one_by_one(whole, attention_mask, additive, query, key, value, **options), None
+    function = partial(_eager(module) if is_additive else sdpa_attention_forward, module)
+    return one_by_one(function, documents, is_additive, query, key, value, **options)
+
+
+# A class's own eager function may have dropout, or weights of its own: nobody can register it.
+_out_of_graph = torch.compiler.disable(_by_function)
 
 
 def one_by_one(
-    whole: Callable[..., Any], documents: Documents, additive: bool, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    whole: Callable[..., Any], documents: Pattern, additive: bool, query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> Tensor:
     """Each document by `whole`, a function of transformers, which gives [1, n, H, D]. `additive`: it takes a mask of numbers and nothing
     else. Rows and documents are split and put together again: the gradient of a slice would be as large as what it is cut from.
@@ -172,7 +266,7 @@ def one_by_one(
 
 
 def _of_one(
-    whole: Callable[..., Any], documents: Documents, additive: bool, options: dict[str, Any], query: Tensor, key: Tensor, value: Tensor
+    whole: Callable[..., Any], documents: Pattern, additive: bool, options: dict[str, Any], query: Tensor, key: Tensor, value: Tensor
 ) -> Iterator[Tensor]:
     """A document's attention, with a window in stretches of so many queries, each with the keys that they see. Keys before its own are
     those of what it goes on from."""
@@ -198,6 +292,87 @@ def band(queries: int, keys: int, offset: int, window: int | None, like: Tensor,
     if not additive:
         return seen[None, None]
     return like.new_zeros(1, 1, queries, keys).masked_fill(~seen, torch.finfo(like.dtype).min)
+
+
+# ------------------------------------------------------------------------------------------------- the operator of compiled blocks
+# Low-level names: the kernel of a `custom_op` runs below autograd, and the backward here needs it.
+torch.library.define(
+    "drumline::attend",
+    "(Tensor query, Tensor key, Tensor value, Tensor lengths_BN, bool causal, SymInt? window,"
+    " bool branches, float? scale) -> Tensor",
+)
+torch.library.define(
+    "drumline::attend_backward",
+    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor lengths_BN, bool causal,"
+    " SymInt? window, bool branches, float? scale) -> (Tensor, Tensor, Tensor)",
+)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths_BN: Tensor,
+    causal: bool,
+    window: int | None,
+    branches: bool,
+    scale: float | None,
+) -> Tensor:
+    """Each document by torch's scaled_dot_product_attention: [B, H, T, D] in, [B, T, H, D] out.
+
+    `lengths_BN`: see `Documents`; a tensor, so that other lengths are not compiled anew.
+    """
+    from drumline.vendor.transformers import sdpa_attention_forward
+
+    rows = lengths_BN.tolist()  # in host memory: nobody waits for a device
+    lengths = tuple(tuple(length for length in row if length >= 0) for row in rows)
+    pattern = Pattern(lengths, query.shape[2], causal, window, branches)
+    module = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
+    function = partial(sdpa_attention_forward, module)
+    with torch.autocast(query.device.type, enabled=False):
+        out = one_by_one(function, pattern, False, query, key, value, scaling=scale)
+    return out.contiguous()
+
+
+@torch.library.register_fake("drumline::attend")
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    rows, heads, length, _size = query.shape
+    return query.new_empty(rows, length, heads, value.shape[-1])
+
+
+def attend_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *pattern: Any
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value. Computes the forward again, of which nothing is kept."""
+    inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+    with torch.enable_grad():
+        out = attend(*inputs, *pattern)
+    gradients = torch.autograd.grad(out, inputs, grad)
+    return tuple(gradient.contiguous() for gradient in gradients)
+
+
+@torch.library.register_fake("drumline::attend_backward")
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    query, key, value, lengths_BN, *ctx.pattern = inputs
+    ctx.save_for_backward(query, key, value, lengths_BN)
+
+
+def _go_back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    query, key, value, lengths_BN = ctx.saved_tensors
+    backward = torch.ops.drumline.attend_backward
+    gradients = backward(grad, query, key, value, lengths_BN, *ctx.pattern)
+    return (*gradients, None, None, None, None, None)
+
+
+torch.library.impl("drumline::attend", ("cpu", "cuda"), attend)
+torch.library.impl("drumline::attend_backward", ("cpu", "cuda"), attend_backward)
+torch.library.register_autograd("drumline::attend", _go_back, setup_context=_keep_inputs)
 
 
 # ------------------------------------------------------------------------------------------------- kernels for variable lengths
@@ -235,9 +410,14 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scal
     return _in_rows(out, query)
 
 
+_packages: dict[str, Any] = {}
+
+
 def flash(module: str, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: Numbers, cap: Numbers) -> Tensor:
     """FlashAttention 2 (`flash_attn`) or 3 (`flash_attn_interface`)."""
-    function = import_module(module)
+    if module not in _packages:
+        _packages[module] = import_module(module)  # at the trial: in a graph nothing can be imported
+    function = _packages[module]
     bounds, longest = documents.bounds_N, documents.longest
     options = {"softmax_scale": scale, "causal": documents.causal, "window_size": _reach(documents), "softcap": cap or 0.0}
     out = function.flash_attn_varlen_func(*_ends_to_end(query, key, value), bounds, bounds, longest, longest, **options)
@@ -250,7 +430,8 @@ def flex(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale:
 
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in _ends_to_end(query, key, value))
     capped = None if cap is None else partial(_capped, cap)
-    run: Any = _compiled(flex_attention) if query.is_cuda else flex_attention
+    compiles = query.is_cuda and not torch.compiler.is_compiling()  # else it is a part of a graph
+    run: Any = _compiled(flex_attention) if compiles else flex_attention
     grouped = query.shape[1] != key.shape[1]
     out: Any = run(q, k, v, score_mod=capped, block_mask=documents.block_mask, scale=scale, enable_gqa=grouped)
     return _in_rows(out[0].transpose(0, 1), query)

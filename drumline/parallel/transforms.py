@@ -40,7 +40,7 @@ ATTENTION = {
     )
     if hasattr(_ATEN, name)
 }
-KERNELS = ("torch_attn", "flash_attn", "flash_attn_3")  # of variable lengths, by the libraries of their operations
+KERNELS = ("torch_attn", "flash_attn", "flash_attn_3", "drumline")  # of variable lengths, by the libraries of their operations
 PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
 WRITTEN = {_ATEN.mm.out, _ATEN.addmm.out}  # as compiled code calls them
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo import lookup_backend
 
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.core.attention import PACKAGES, as_before, by_documents, choice_of, choose
@@ -245,15 +246,55 @@ def test_a_recomputed_block_attends_to_its_own_batch() -> None:
         torch.testing.assert_close(parameter.grad, wanted[name], msg=name)
 
 
-@pytest.mark.slow
-@pytest.mark.full
-def test_compiled_blocks_do_the_same() -> None:
-    model, batch = build("llama"), batch_of((3, 7, 5))
-    attend_by_documents(model, layout())
-    loss, _ = loss_and_gradients(model, batch)
+CHECKPOINTING = [pytest.param(kind, marks=() if kind == "none" else pytest.mark.full) for kind in ("none", "full", "selective")]
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_a_compiled_block_is_one_graph(checkpointing: Any) -> None:
+    """The same numbers, and after a second batch no other lengths are compiled anew."""
+    batches = [batch_of((3, 7, 5), (9, 2)), batch_of((3, 7), (9, 2)), batch_of((16,), (1, 2, 3, 3))]
+    plain, model = build("llama"), build("llama").train()
+    for each in (plain, model):
+        attend_by_documents(each, layout())
+    apply_activation_checkpointing(model, checkpointing)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    torch.compiler.reset()
     for layer in model.model.layers:
-        layer.compile(backend="aot_eager")
-    torch.testing.assert_close(loss_and_gradients(model, batch)[0], loss)
+        layer.compile(backend=backend, fullgraph=True)
+    for batch in batches:
+        loss, gradients = loss_and_gradients(model, batch)
+        wanted, wanted_gradients = loss_and_gradients(plain, batch)
+        torch.testing.assert_close(loss, wanted)
+        torch.testing.assert_close(gradients, wanted_gradients)
+    assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("kernel", ["varlen", pytest.param("flash_attention_2", marks=pytest.mark.full), "flex_attention"])
+def test_a_kernel_is_a_part_of_the_graph(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced for a CPU, for which varlen has no form, and of flash_attn there is a stand-in."""
+    model = build("llama")
+    monkeypatch.setattr(attention, "_works", lambda *_: True)
+    stand_in = SimpleNamespace(flash_attn_varlen_func=lambda query, *_, **__: query.sinh())
+    monkeypatch.setitem(attention._packages, "flash_attn", stand_in)
+    attend_by_documents(model, layout(attention=kernel))
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return lambda hidden_BTD, *_: (hidden_BTD,)
+
+    torch.compiler.reset()
+    for layer in model.model.layers:
+        layer.compile(backend=backend, fullgraph=True)
+    with torch.no_grad():
+        outputs(model, batch_of((3, 7, 5), (9, 2)), split(model))
+    word = {"varlen": "torch_attn._varlen_attn", "flash_attention_2": "sinh"}.get(kernel, kernel)
+    assert len(graphs) == 1 and word in graphs[0]
 
 
 def test_generation_is_that_of_the_model() -> None:
@@ -340,13 +381,14 @@ def test_a_kernel_that_does_not_work_is_not_used(caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_a_kernel_is_tried_within_a_block_that_is_computed_again(checkpointing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a stand-in, since none has a form for a CPU. What a forward is in, hooks and autocast, is not there in the trial."""
-    model, batch, lengths, low = build("llama"), batch_of((3, 7, 5), (9,)), [], []
+    model, batch, lengths, low, dtypes = build("llama"), batch_of((3, 7, 5), (9,)), [], [], set()
     attend_by_documents(model, layout())
     _, wanted = loss_and_gradients(model, batch)
 
     def kernel(q: Any, k: Any, v: Any, documents: Documents, scale: Any, cap: Any) -> torch.Tensor:
         lengths.append(q.shape[2])
         low.append(torch.is_autocast_enabled("cpu"))
+        dtypes.update(tensor.dtype for tensor in (q, k, v))
         return one_by_one(partial(eager, None), documents, True, q, k, v, scaling=q.shape[-1] ** -0.5)
 
     monkeypatch.setitem(KERNELS, "varlen", kernel)
@@ -357,6 +399,7 @@ def test_a_kernel_is_tried_within_a_block_that_is_computed_again(checkpointing: 
     with torch.autocast("cpu", torch.bfloat16):
         gradients = [loss_and_gradients(model, batch)[1] for _ in range(2)]
     assert lengths == [24] + [16] * 2 * 2 * model.config.num_hidden_layers and low == [False, *[True] * (len(lengths) - 1)]
+    assert dtypes == {torch.bfloat16}  # rotary positions leave q and k in fp32 under autocast
     for made in gradients:
         assert made.keys() == wanted.keys()
         torch.testing.assert_close(made, wanted, rtol=0.1, atol=0.1)
@@ -376,6 +419,6 @@ def test_which_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel(**gpu) == kernel(caps=True, **gpu) == "flash_attention_2" and kernel(attention="varlen", **gpu) == "varlen"
     again, compiled = layout(), CompileConfig(enabled=True)
     again = again.model_copy(update={"activation_checkpointing": "full", "config": again.config.model_copy(update={"compile": compiled})})
-    assert choose(again, 64, False, False, "").kernel == "masked"
+    assert choose(again, 64, False, False, "").kernel == "documents"
     lines = [choose(each, 64, False, False, "").line for each in (layout(**gpu), layout())]
     assert "(experimental)" in lines[0] and lines[1].startswith("documents: ")
