@@ -371,7 +371,7 @@ def _with_kinds(changed: Any, full: Any) -> Any:
 FREE = (
     "strategy", "launch", "cluster", "checkpoint", "health", "memory", "compile",
     *(f"eval.{name}" for name in EvalConfig.model_fields if name not in ("metric", "mode")),  # these have rated what is best so far
-    "run.dir", "run.deterministic", "run.device", "run.log_every", "run.report_to", "run.tracker", "run.callbacks",
+    "run.dir", "run.deterministic", "run.device", "run.log_every", "run.collect_every", "run.report_to", "run.tracker", "run.callbacks",
     "data.workers", "data.prefetch", "data.verify", "data.cache_dir", "data.stream.blocks", "algorithm.loss_chunk",
     "report", "run.profile", "algorithm.reward_failure", "algorithm.reward_workers", "model.attention", "model.trust_remote_code",
 )  # fmt: skip

@@ -169,6 +169,13 @@ class RunConfig(Section):
         "auto", description="auto: NVIDIA's or AMD's GPUs if there are any, else the CPU. mps: Apple's GPU, one process (experimental)."
     )
     log_every: Steps = Field(1, description="Write a step event every N steps.")
+    collect_every: int = Field(
+        50,
+        ge=0,
+        le=10**6,
+        description="Steps between two runs of Python's garbage collector, on all ranks after the same step: a rank that collects at a"
+        " moment of its own keeps all others waiting. 0: Python decides.",
+    )
     profile: ProfileConfig | None = Field(None, description="Trace a few steps; null: none. Changes no number.")
     callbacks: tuple[PathText, ...] = Field((), description="Your classes called after each step, save and evaluation: file.py:Name.")
     report_to: tuple[Reporter, ...] = Field(("tensorboard",), description="Where metrics are written besides events.jsonl.")

@@ -78,12 +78,12 @@ class Documents(Pattern):
         return block_mask(self)
 
     @cached_property
-    def lengths_BN(self) -> Tensor:
+    def lengths_BN(self) -> Tensor:  # noqa: N802 - letters of dimensions
         """`lengths` as int64[B, N] in host memory, filled up with -1 (see `attend`).
 
         There are two columns at least: a size of 1 would be compiled by itself.
         """
-        columns = max(2, *(len(row) for row in self.lengths))
+        columns = max([2, *(len(row) for row in self.lengths)])
         return torch.tensor([[*row, *[-1] * (columns - len(row))] for row in self.lengths])
 
     def prepare(self, kernel: Kernel, dtype: torch.dtype, head_dim: int) -> None:

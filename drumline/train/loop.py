@@ -25,6 +25,7 @@ from drumline.telemetry.events import Emit, Eval, Started, Step
 from drumline.telemetry.measure import Measure
 from drumline.telemetry.profile import Profile
 from drumline.telemetry.stragglers import Stragglers
+from drumline.train.garbage import GarbageCollection
 from drumline.train.health import Collectives, GoBack, Spikes, Weights
 from drumline.train.saving import Saver
 from drumline.train.state import SQUARES, Flight, Goodput, TrainState, due, judge, judged
@@ -73,6 +74,7 @@ class Loop:
         self.spikes.take_up(self.state.spikes)
         self.state.spikes = self.spikes.state()
         self.weights = Weights(self.plan, self.engine, self.gather, self.emit)
+        self.garbage = GarbageCollection(self.plan.config.run.collect_every)
         self.profile = Profile(self.plan, self.gather.rank, self.emit)
         self.collectives = Collectives(health.check_collectives)
         self.stragglers = Stragglers(self.gather, self.emit, health.straggler_ratio)
@@ -83,7 +85,8 @@ class Loop:
         """Train from `state` to the end of the stream, or until it is `stale`: then why. Raises Preempted after a stop signal,
         TrainingStopped by policy."""
         try:
-            self._run()
+            with self.garbage:
+                self._run()
             return self.stale
         except TrainingStopped:
             self.saver.wait()
@@ -148,6 +151,7 @@ class Loop:
             self._train_step(batch, time.time() - drawn)
             self.profile.after(self.state.step)
             self.collectives.check()
+            self.garbage.after(self.state.step)
             if self.weights.due(self.state.step):
                 self.weights.check(self.state.step)
             if self.checkpointable:

@@ -42,6 +42,7 @@ MAIN = ""  # the name of the one model of a session
 # Options of a session → where the YAML has them.
 OPTIONS = {
     "seed": "run.seed", "device": "run.device", "deterministic": "run.deterministic", "report_to": "run.report_to",
+    "collect_every": "run.collect_every",
     "sync_batchnorm": "model.sync_batchnorm", "activation_checkpointing": "memory.activation_checkpointing",
     "compile": "compile.enabled", "keep": "checkpoint.keep", "asynchronous": "checkpoint.asynchronous", "on_nan": "health.on_nan",
     "url": "checkpoint.url", "replicas": "checkpoint.replicas", "in_memory_every": "checkpoint.in_memory_every",

@@ -50,6 +50,7 @@ from drumline.train import own
 from drumline.train.build import Start, checkpointer_of, memory_of
 from drumline.train.entry import MainReporter, Reporter, run_start
 from drumline.train.failure import fresh
+from drumline.train.garbage import GarbageCollection
 from drumline.train.hook import print_error, report, take_hook
 from drumline.train.model import Model
 from drumline.train.own import MAIN, Engines, Trained, claim, plan_of, require_one_model, scalar
@@ -92,6 +93,7 @@ class Session:
         self.plan = plan_of(strategy, precision, global_samples, micro_batch, where, ranks.world_size, options)
         self.resume, self.allow, self.units, self.tp_plan = resume, allow, units, tp_plan
         self.started, self.stack = time.time(), ExitStack()
+        self.garbage = GarbageCollection(self.plan.config.run.collect_every)
         self._logged, self._epoch = (0, self.started, 0), 0.0
         self._models: dict[str, Trained] = {}
         self._now: tuple[int, bool] | None = None  # of the micro-batch that the loop is in: its end's position, whether it is the last
@@ -168,6 +170,7 @@ class Session:
         if memory is not None:
             memory.begin()
         self._state = found.restore(self.engines, self.emit, time.time()) if found else TrainState()  # type: ignore[arg-type]
+        self.stack.enter_context(self.garbage)
         self._logged = (self.steps, time.time(), self._state.tokens)
         saved, again = self.steps if found and found.path and checkpointer.is_kept(found.path) else -1, ("resume=True", "resume={!r}")
         parts = (self.plan, self.engines, self._state, checkpointer, self.emit, self.gather, self.stop_flag)
@@ -312,6 +315,8 @@ class Session:
         self._land(model)
         model.flight = model.last = flight
         model.counts, model.stepped = first, True
+        if first:
+            self.garbage.after(self.steps)
         return True
 
     def _stepped(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import signal
@@ -125,6 +126,19 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
         "stream": {},
         "spikes": {},
     }
+
+
+def test_all_ranks_collect_garbage_after_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And Python not at moments of its own; the third time here it looks at all objects."""
+    collected: list[tuple[int, int]] = []
+    built, _ = loop(tmp_path, held_out=False, run={"collect_every": 2}, checkpoint={"every": None})
+    monkeypatch.setattr("drumline.train.garbage.gc.collect", lambda generation=2: collected.append((built.state.step, generation)))
+    monkeypatch.setattr("drumline.train.garbage.WHOLE", 3)
+    began, during = gc.isenabled(), set[bool]()
+    built.engine.begin_step = lambda lr: during.add(gc.isenabled())  # type: ignore[method-assign]
+    built.run()
+    assert [each for each in collected if each != (2, 2)] == [(0, 2), (2, 1), (4, 1), (6, 2)]  # at step 2 memory is measured
+    assert during == {False} and gc.isenabled() == began
 
 
 def test_patience(tmp_path: Path) -> None:

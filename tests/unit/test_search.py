@@ -265,6 +265,8 @@ def test_every_family_has_an_answer() -> None:
     ("strategy", "name", "family"),
     [
         (s.FSDP2Strategy(reshard_after_forward=False, tp=2, pp=4), "fsdp2 grad-op × pp 4 × tp 2", "fsdp2 × pp × tp"),
+        (s.FSDP2Strategy(pp=4), "fsdp2 grad-op × pp 4", "fsdp2 × pp"),
+        (s.FSDP2Strategy(pp=4, reshard_after_forward=True), "fsdp2 × pp 4", "fsdp2 × pp"),
         (s.FSDP2Strategy(replicate=2), "fsdp2 hybrid 2", "fsdp2 hybrid"),
         (s.DDPStrategy(tp=8), "tp 8", "tp"),
         (s.DDPStrategy(tp=4), "ddp × tp 4", "ddp × tp"),

@@ -77,6 +77,11 @@ def search_space(question: Question) -> Iterator[StrategySpec]:
             yield merged
 
 
+def _chosen(strategy: StrategySpec, key: str) -> Any:
+    """What a strategy has for a key, or does where the key is null."""
+    return getattr(strategy, "reshards" if key == "reshard_after_forward" else key)
+
+
 def _merge(given: StrategySpec, strategy: StrategySpec) -> StrategySpec | None:
     """The strategy with what the user set for its kind; None where these contradict."""
     if strategy is given or strategy.kind != given.kind:
@@ -85,7 +90,9 @@ def _merge(given: StrategySpec, strategy: StrategySpec) -> StrategySpec | None:
     if fixed.get("config") or fixed.get("options"):  # a DeepSpeed config of the user's own sets everything
         return None
     pipeline = fixed.pop("pipeline", None)
-    if any(fixed[name] != getattr(strategy, name) for name in _CHOSEN if name in fixed):
+    if fixed.get("reshard_after_forward", False) is None:  # left to each strategy
+        del fixed["reshard_after_forward"]
+    if any(fixed[name] != _chosen(strategy, name) for name in _CHOSEN if name in fixed):
         return None
     if pipeline is not None and getattr(strategy, "pp", 1) > 1:
         options = {name: getattr(pipeline, name) for name in pipeline.model_fields_set}

@@ -35,8 +35,10 @@ class FSDP2Strategy(Degrees):
         *no_option("compression", "shards are reduced by reduce-scatter, which has no hooks", "reduce_dtype=bf16"),
     )
     kind: Literal["fsdp2"] = "fsdp2"
-    reshard_after_forward: bool = Field(
-        True, description="true: full shard, weights are gathered again for backward. false: only gradients and moments stay sharded."
+    reshard_after_forward: bool | None = Field(
+        None,
+        description="true: full shard, weights are gathered again for backward. false: only gradients and moments stay sharded. null: true,"
+        " and false in a pipeline, where each micro-batch would gather all weights of its stage again.",
     )
     replicate: Ranks = Field(1, description="Hybrid: this many copies, each sharded over the other ranks. 1: one copy over all ranks.")
     sync_each_micro_batch: bool = Field(True, description="Reduce gradients after each micro-batch; false: keep them whole until the step.")
@@ -71,6 +73,11 @@ class FSDP2Strategy(Degrees):
         shard = divide(rest, self.replicate, f"{self.replicate} copies", "strategy.replicate")
         return Mesh(replicate=self.replicate, shard=shard, **degrees)
 
+    @property
+    def reshards(self) -> bool:
+        """Whether a block's weights are given back after its forward."""
+        return self.pp == 1 if self.reshard_after_forward is None else self.reshard_after_forward
+
     def data_parallel(self, mesh: Mesh) -> DataParallel:
         return "fsdp2"
 
@@ -89,7 +96,7 @@ class FSDP2Strategy(Degrees):
 
     def describe(self, mixed: bool, data: int) -> tuple[str, str]:
         hybrid, offload = self.replicate > 1, self.offload != "none"
-        word = self.kind + " grad-op" * (not self.reshard_after_forward) + " hybrid" * hybrid + " offload" * offload
+        word = self.kind + " grad-op" * (not self.reshards) + " hybrid" * hybrid + " offload" * offload
         return (self.kind if mixed else word), word + f" {self.replicate}" * hybrid
 
     def unusual(self) -> int:
@@ -108,8 +115,10 @@ class FSDP2Strategy(Degrees):
     @classmethod
     def shardings(cls, space: Space, degrees: dict[str, Any], model: int) -> Iterator[StrategySpec]:
         """Full, of gradients alone, and hybrids whose shards stay within a host, two, four or eight. `model`: ranks that share samples."""
+        if degrees.get("pp", 1) > 1:  # there null is `false`
+            degrees = {**degrees, "reshard_after_forward": True}
         yield cls(**degrees)
-        yield cls(**degrees, reshard_after_forward=False)
+        yield cls(**{**degrees, "reshard_after_forward": False})
         data = space.world // model
         for hosts in (2**i for i in range(MOST_COPIES)):
             shard, rest = divmod(space.per_node * hosts, model)
@@ -139,7 +148,7 @@ class FSDP2Strategy(Degrees):
         behind = self.prefetch if self.backward_prefetch is None else self.backward_prefetch
         # While a block's weights are copied out of what was gathered for it, both are there.
         running, begun, returning = one * (1 + (self.prefetch or 1)), one, one * (behind or 1)
-        if not self.reshard_after_forward:
+        if not self.reshards:
             gathered, running, begun, returning = every, one, 0, one
         waits = (not self.sync_each_micro_batch and layout.batch.accumulation > 1) or piped
         unreduced = reduced * whole.trainable if waits else 0
@@ -187,8 +196,8 @@ class FSDP2Strategy(Degrees):
             cast = [weight.numel for block in facts.block_weights for weight in block if takes_fp8(weight)]
             units -= (width - 1) * sum(cast) // shards
             volume.add("all_reduce", FULL * len(cast), shards, "shard")
-        forward = 1 if piped and not self.reshard_after_forward else rounds
-        backward = 0 if not self.reshard_after_forward else 1 if piped else rounds
+        forward = 1 if piped and not self.reshards else rounds
+        backward = 0 if not self.reshards else 1 if piped else rounds
         blocks = max(1, len(facts.block_weights)) / layout.mesh.pp  # of a rank, mean over the stages
         rooted = 1 if piped else rounds
         reductions = rounds if self.sync_each_micro_batch and not piped else 1
@@ -212,7 +221,7 @@ class FSDP2Strategy(Degrees):
             (4 * facts.trainable + WIDTH[layout.precision] * facts.frozen)
             / (mesh.tp * mesh.pp * self.shards(mesh))
             * rounds
-            * (2 if self.reshard_after_forward else 1)
+            * (2 if self.reshards else 1)
         )
         return Copied(up, 4 * trainable * (rounds if self.sync_each_micro_batch else 1), hidden=True)
 

@@ -63,9 +63,9 @@ def apply_fsdp2(
         # Before `fully_shard`, whose own hook then finds tensors that are no views.
         unit.register_forward_hook(_return_no_views, with_kwargs=True)
     for unit in [m for m in model.modules() if any(map(of_experts, m._parameters.values()))] if experts is not None else ():
-        fully_shard(unit, reshard_after_forward=options.reshard_after_forward, **{**shared, "mesh": experts})
+        fully_shard(unit, reshard_after_forward=options.reshards, **{**shared, "mesh": experts})
     for unit in reversed(units):  # inner ones first: what they take is no part of the outer
-        fully_shard(unit, reshard_after_forward=options.reshard_after_forward, **shared)
+        fully_shard(unit, reshard_after_forward=options.reshards, **shared)
     root = fully_shard(module, reshard_after_forward=False, **shared)
     ahead = options.prefetch
     behind = ahead if options.backward_prefetch is None else options.backward_prefetch
