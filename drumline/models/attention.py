@@ -344,10 +344,10 @@ def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *pattern: Any
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key and value. Computes the forward again, of which nothing is kept."""
-    inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+    again: list[Any] = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
     with torch.enable_grad():
-        out = attend(*inputs, *pattern)
-    gradients = torch.autograd.grad(out, inputs, grad)
+        out = attend(*again, *pattern)
+    gradients = torch.autograd.grad(out, again, grad)
     return tuple(gradient.contiguous() for gradient in gradients)
 
 
