@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install -qq --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-full test-oldest mutations docs lint setup setup-dev clean
+.PHONY: demo test test-fast test-full test-oldest fake-gpu mutations docs lint setup setup-dev clean
 
 # Torch first and by its exact version: a range may bring a CUDA build with gigabytes of packages.
 $(BIN)/.base: constraints.txt pyproject.toml
@@ -26,6 +26,15 @@ setup-dev: $(BIN)/.dev
 demo: setup
 	@$(BIN)/drumline train examples/sft_smollm2.yaml run.dir=runs/demo-$$(date +%Y%m%d-%H%M%S) $(if $(shell command -v nvidia-smi),,--nproc 2)
 
+# The CUDA build of torch over a stand-in of CUDA (docs/gpu_tests.md): 2.5 GB of packages, so this is not for CI.
+FAKE_GPU := .venv-fake-gpu
+$(FAKE_GPU)/.done: constraints.txt tests/fake_gpu/install.py tests/fake_gpu/build.py $(wildcard tests/fake_gpu/native/*) | setup-dev
+	$(BIN)/python -m tests.fake_gpu.install $(FAKE_GPU)
+	@touch $@
+
+fake-gpu: setup-dev $(FAKE_GPU)/.done
+	$(BIN)/python -m pytest --full --durations=30 tests/fake_gpu
+
 # Three workers on two cores: while one waits for its processes, the others compute.
 test: setup-dev lint
 	$(BIN)/python -m pytest --durations=30 -n 3 --dist loadfile
@@ -33,7 +42,7 @@ test: setup-dev lint
 test-fast: setup-dev
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile tests/unit
 
-test-full: setup-dev lint
+test-full: setup-dev lint $(FAKE_GPU)/.done
 	$(BIN)/python -m pytest --full --durations=30 -n 3 --dist loadfile
 
 # The oldest versions that pyproject.toml admits; torch comes with gigabytes of CUDA packages, so this is not for CI.
@@ -73,4 +82,4 @@ lint: setup-dev
 	$(BIN)/mypy -n 2
 
 clean:
-	rm -rf $(VENV) $(OLDEST) runs build *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(FAKE_GPU) runs build *.egg-info

@@ -9,7 +9,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from drumline.hardware.detect import Machine
 
 LENGTH = 128
 STEPS = 7  # two to settle, one that is counted, the others are timed
@@ -184,10 +187,14 @@ def ready(
     processes: int,
     sections: dict[str, Any],
     words: int | None = None,
+    machine: Machine | None = None,
+    saves: bool = True,
 ) -> Path:
     """Return the plan.json of a run that may start: a random model of a Hugging Face config.
 
-    Rows have `words` words; by default so many that each fills `length` tokens.
+    Rows have `words` words; by default so many that each fills `length` tokens. `machine`: the host
+    that the plan is for; None: this one. `saves`: the run writes checkpoints, for which there must
+    be room.
     """
     import yaml
 
@@ -218,8 +225,9 @@ def ready(
         config[name] = {**config[name], **values} if isinstance(values, dict) and isinstance(config.get(name), dict) else values
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    request = Request(load(path, []), world_size=processes)
-    return claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0]
+    request = Request(load(path, []), world_size=processes, machine=machine)
+    plan = make_plan(request, on_progress=lambda *_: None)
+    return claim_run_dir(plan if saves else plan.measured_only(), request)[0]
 
 
 def held_against(plan_path: Path) -> dict[str, dict[str, float]]:

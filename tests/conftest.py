@@ -25,6 +25,7 @@ LONG = ("tests/hosts/", "tests/slurm/", "tests/faults/", "tests/distributed/", "
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--parity-results", type=Path, default=None, help="write what the parity test measured to this JSON file")
+    parser.addoption("--write-counts", action="store_true", help="write tests/fake_gpu/counts.json anew from what the rows do")
     parser.addoption("--full", action="store_true", help="also the tests marked `full`: what `make test-full` runs")
 
 

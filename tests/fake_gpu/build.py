@@ -1,0 +1,133 @@
+"""Compile the stand-in: `VENV/bin/python -m tests.fake_gpu.build FOLDER`, VENV with a CUDA build of torch.
+
+FOLDER gets `libfakecuda.so` (preloaded: cudart, the driver, cuBLAS, cuDNN and NCCL), `libcuda.so.1`
+and `libnvidia-ml.so.1` (found by their names), and an `nvidia-smi` that fails. Every symbol that
+torch needs and the stand-in does not define returns 0.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+NATIVE = Path(__file__).parent / "native"
+PRELOADED = [source for source in sorted(NATIVE.glob("*.cpp")) if source.name != "nvml.cpp"]
+# What the stand-in has to answer for. cuRAND, cuFFT, NVRTC, cuFile and CUPTI stay real: they are
+# loaded, and nothing that the tests run calls them.
+ANSWERED = re.compile(r"^(cu[A-Z]|cuda|cublas|cudnn|cusolver|cusparse|nccl|nvshmem|__cuda)")
+REAL = re.compile(r"^(cuFile|curand|cufft|cupti)")
+DRIVER = re.compile(r"^cu[A-Z]")
+# Headers that CUDA's own include, and that its wheels leave out; nothing of them is used.
+EMPTY_HEADERS = ("cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    build(folder.resolve(), Path(sysconfig.get_path("purelib")))
+
+
+def build(folder: Path, packages: Path) -> None:
+    """Compile all libraries into `folder` for the torch in `packages` (a site-packages)."""
+    headers = write_empty_headers(folder)
+    includes = [
+        headers,
+        packages / "nvidia/cu13/include",
+        packages / "nvidia/nccl/include",
+        folder / "headers/nvidia/cu13/include",
+    ]
+    needed = {name for name in undefined_symbols(libraries_of_torch(packages)) if is_answered(name)}
+    objects = [compile_source(source, folder, includes) for source in PRELOADED]
+    defined = defined_symbols(objects)
+    rest = compile_stubs(folder / "rest.c", needed - defined)
+    preloaded = folder / "libfakecuda.so"
+    link(preloaded, [*objects, rest], "-Wl,-soname,libfakecuda.so", "-lrt", "-ldl", "-lpthread")
+
+    # To be found by its name; what the preloaded library defines is looked up there.
+    driver_symbols = {name for name in needed - defined if DRIVER.match(name)}
+    driver = compile_stubs(folder / "driver.c", driver_symbols)
+    link(
+        folder / "libcuda.so.1",
+        [driver],
+        "-Wl,-soname,libcuda.so.1",
+        "-Wl,--no-as-needed",
+        str(preloaded),
+    )
+    nvml = compile_source(NATIVE / "nvml.cpp", folder, includes)
+    link(folder / "libnvidia-ml.so.1", [nvml], "-Wl,-soname,libnvidia-ml.so.1")
+    write_failing_nvidia_smi(folder / "bin")
+
+
+def libraries_of_torch(packages: Path) -> list[Path]:
+    return [*packages.glob("torch/lib/*.so"), *packages.glob("nvidia/nccl/lib/*.so*")]
+
+
+def is_answered(symbol: str) -> bool:
+    return ANSWERED.match(symbol) is not None and REAL.match(symbol) is None
+
+
+def undefined_symbols(libraries: Iterable[Path]) -> set[str]:
+    listed = run("nm", "-D", "--undefined-only", *libraries)
+    words = [line.split() for line in listed.splitlines()]
+    return {word[-1].partition("@")[0] for word in words if len(word) == 2}
+
+
+def defined_symbols(objects: Iterable[Path]) -> set[str]:
+    listed = run("nm", "--defined-only", *objects)
+    words = [line.split() for line in listed.splitlines()]
+    return {word[2] for word in words if len(word) == 3 and word[1] == "T"}
+
+
+def write_empty_headers(folder: Path) -> Path:
+    headers = folder / "empty-headers"
+    headers.mkdir(exist_ok=True)
+    for name in EMPTY_HEADERS:
+        (headers / name).touch()
+    return headers
+
+
+def compile_source(source: Path, folder: Path, includes: Iterable[Path]) -> Path:
+    built = folder / f"{source.stem}.o"
+    flags = ["-O1", "-std=c++17", "-fPIC", "-w", *(f"-I{path}" for path in includes)]
+    run("g++", *flags, "-c", source, "-o", built)
+    return built
+
+
+def compile_stubs(source: Path, symbols: Iterable[str]) -> Path:
+    """Compile a function for each of `symbols` that takes anything and returns 0: success."""
+    source.write_text("".join(f"long {name}() {{ return 0; }}\n" for name in sorted(symbols)))
+    built = source.with_suffix(".o")
+    run("gcc", "-O1", "-fPIC", "-w", "-fno-builtin", "-c", source, "-o", built)
+    return built
+
+
+def link(library: Path, objects: Iterable[Path], *flags: str) -> None:
+    run("g++", "-shared", "-fPIC", "-o", library, *objects, *flags)
+
+
+def write_failing_nvidia_smi(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    command = folder / "nvidia-smi"
+    command.write_text("#!/bin/sh\nexit 9\n")
+    command.chmod(0o755)
+
+
+def run(command: str, *arguments: str | Path) -> str:
+    found = shutil.which(command)
+    if found is None:
+        sys.exit(
+            f"error: {command} is needed to build the stand-in of CUDA (Debian: build-essential)"
+        )
+    ended = subprocess.run([found, *map(str, arguments)], capture_output=True, text=True)
+    if ended.returncode != 0:
+        sys.exit(f"error: {command} failed:\n{ended.stderr}")
+    return ended.stdout
+
+
+if __name__ == "__main__":
+    main()

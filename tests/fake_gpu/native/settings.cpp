@@ -1,0 +1,47 @@
+// What environment variables ask of the stand-in.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include "standin.h"
+
+namespace standin {
+
+static const char* setting(const char* name, const char* otherwise) {
+  const char* value = getenv(name);
+  return value ? value : otherwise;
+}
+
+int visible_devices() {
+  int devices = atoi(setting("FAKE_GPUS", "1"));
+  const char* visible = getenv("CUDA_VISIBLE_DEVICES");
+  if (!visible) return devices;
+  if (!*visible) return 0;
+  int listed = 1 + std::count(visible, visible + strlen(visible), ',');
+  return std::min(listed, devices);
+}
+
+size_t bytes_of_device() { return 85'014'609'920; }
+
+size_t bytes_to_allocate() {
+  static const size_t bytes = strtoull(setting("FAKE_GPU_BYTES", "84000000000"), nullptr, 10);
+  return bytes;
+}
+
+int fill_byte() {
+  static const int byte = atoi(setting("FAKE_GPU_FILL", "1"));
+  return byte;
+}
+
+size_t largest_move() {
+  static const size_t bytes =
+      strtoull(setting("FAKE_GPU_LARGEST_MOVE", "1000000000000"), nullptr, 10);
+  return bytes;
+}
+
+double seconds_before_a_hang() {
+  static const double seconds = atof(setting("FAKE_NCCL_SECONDS", "60"));
+  return seconds;
+}
+
+}  // namespace standin

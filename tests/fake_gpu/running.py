@@ -1,0 +1,113 @@
+"""Start ranks over the stand-in, and read what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from drumline.hardware.detect import Device, Machine
+from tests.distributed.ranks import free_port
+from tests.fake_gpu.environment import PYTHON, environment
+from tests.harness import Finished
+
+H100 = Device("NVIDIA H100 80GB HBM3", 85_014_609_920)
+
+
+def machine(devices: int) -> Machine:
+    """Return the host that plans are made for: what the stand-in shows, on cores enough."""
+    return Machine([H100] * devices, cores=8, memory_bytes=2**36, device="cuda", bf16=True)
+
+
+@contextlib.contextmanager
+def shared_memory() -> Iterator[Path]:
+    """A folder for NCCL's ranks to meet in, which is gone afterwards, also after a kill."""
+    folder = Path(tempfile.mkdtemp(prefix="drumline-fake-gpu-", dir="/dev/shm"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def start(arguments: list[object], env: dict[str, str]) -> subprocess.Popen[str]:
+    """Start Python over the stand-in, in a session of its own; output goes to files beside it."""
+    out = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
+    process = subprocess.Popen(
+        [str(PYTHON), *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=env,
+        start_new_session=True,
+    )
+    process.stdout = out  # type: ignore[assignment]
+    return process
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    process.stdout.seek(0)
+    return process.stdout.read()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def drumline(
+    *arguments: object, devices: int = 1, timeout: float = 200, **settings: object
+) -> Finished:
+    """Run the command line over the stand-in to its end; `err` is empty, `out` has all output."""
+    with shared_memory() as meeting:
+        env = environment(devices, meeting, **settings)
+        process = start(["-m", "drumline", *arguments], env)
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            end(process)
+            raise AssertionError(
+                f"drumline {arguments} ran over {timeout} s:\n{said(process)}"
+            ) from None
+        output = said(process)
+        return Finished(process.returncode, output, output)
+
+
+def run_ranks(
+    module: str, arguments: list[object], devices: int, timeout: float, **settings: object
+) -> dict[int, str]:
+    """Run `python -m module` on each of `devices` ranks. Return rank → output of those that failed."""
+    with shared_memory() as meeting:
+        usual = environment(devices, meeting, **settings)
+        usual |= {"WORLD_SIZE": str(devices), "LOCAL_WORLD_SIZE": str(devices)}
+        usual |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        ranks = []
+        for rank in range(devices):
+            env = {**usual, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(start(["-m", module, *arguments], env))
+        deadline = time.monotonic() + timeout
+        failed = _await_all(ranks, deadline)
+        for process in ranks:
+            end(process)
+        return {rank: f"{why}:\n{said(ranks[rank])[-4000:]}" for rank, why in failed.items()}
+
+
+def _await_all(ranks: list[subprocess.Popen[str]], deadline: float) -> dict[int, str]:
+    """Wait until all ranks have ended, or until one has failed: the others then wait for it."""
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = {rank: f"exited with {code}" for rank, code in enumerate(codes) if code}
+        if failed or None not in codes:
+            return failed
+        if time.monotonic() > deadline:
+            waiting = [rank for rank, code in enumerate(codes) if code is None]
+            return dict.fromkeys(waiting, "ran out of time")
+        time.sleep(0.1)
