@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,12 +19,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.fake_gpu import attention
 from tests.fake_gpu.attention import Mask
 from tests.fake_gpu.ledger import LEDGER
 
+# Bytes: with larger tensors nothing is computed, so models of real size need no memory.
+LARGEST = float(os.environ.get("FAKE_GPU_COMPUTE_UP_TO", "inf"))
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 # Collectives run for real, in the stand-in of NCCL.
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
@@ -70,7 +73,7 @@ class Computing(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = _tensors((args, tuple(kwargs.values())))
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return func(*args, **kwargs)
         if any(type(tensor) not in PLAIN_TYPES for tensor in tensors):
@@ -84,6 +87,9 @@ class Computing(TorchDispatchMode):
             return func(*args, **kwargs)
         if _is_sized_by_numbers(func, args, kwargs):
             return _answer_from_cpu(func, args, kwargs)
+
+        if any(tensor.nbytes > LARGEST for tensor in tensors):
+            return func(*args, **kwargs)
 
         random_seed = _random_seed(func, kwargs)
         result = func(*args, **kwargs)
@@ -116,9 +122,9 @@ def install() -> None:
     torch.cuda.set_device = set_device_and_compute
 
 
-def on_cpu(value: Any) -> Any:
-    """Return a CPU tensor over the memory of a CUDA tensor; any other value as it is."""
-    if not isinstance(value, Tensor) or value.device.type != "cuda":
+def on_cpu(value: Tensor) -> Tensor:
+    """Return a CPU tensor over the memory of a CUDA tensor; any other tensor as it is."""
+    if value.device.type != "cuda":
         return value
     storage = value.untyped_storage()
     if storage.nbytes() == 0 or value.numel() == 0:
@@ -129,15 +135,47 @@ def on_cpu(value: Any) -> Any:
     return empty.set_(whole, value.storage_offset(), value.shape, value.stride())
 
 
+def _leaves(value: Any) -> list[Any]:
+    """Return what a call's arguments or results hold, which nest in lists and tuples alone."""
+    if not isinstance(value, list | tuple):
+        return [value]
+    return [leaf for each in value for leaf in _leaves(each)]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _each(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return arguments or results with every tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)([_each(change, part) for part in value])
+    return value
+
+
+def _call_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    cpu_kwargs = {name: _each(on_cpu, value) for name, value in kwargs.items()}
+    return _each(on_cpu, args), cpu_kwargs
+
+
 def _is_on_device(tensors: list[Tensor], device: Any) -> bool:
     if device is not None and torch.device(device).type == "cuda":
         return True
     return any(tensor.device.type == "cuda" for tensor in tensors)
 
 
+@functools.cache
 def _name(func: Any) -> str:
     name: str = func._schema.name
     return name
+
+
+@functools.cache
+def _is_random(func: Any) -> bool:
+    arguments = [argument.name for argument in func._schema.arguments]
+    return torch.Tag.nondeterministic_seeded in func.tags or "generator" in arguments
 
 
 def _has_no_numbers(func: Any, tensors: list[Tensor]) -> bool:
@@ -164,19 +202,17 @@ def _answer_from_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     LEDGER.report_wait(f"size of {_name(func)}")
     LEDGER.count_launch(_name(func))
     with LEDGER.paused():
-        cpu_args, cpu_kwargs = tree_map(on_cpu, (args, kwargs))
+        cpu_args, cpu_kwargs = _call_on_cpu(args, kwargs)
         result = func(*cpu_args, **cpu_kwargs)
         if _name(func).endswith("_"):
             return args[0]
         device = torch.cuda.current_device()
-        return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, result)
+        return _each(lambda tensor: tensor.to(device), result)
 
 
 def _random_seed(func: Any, kwargs: dict[str, Any]) -> int | None:
     """Return a seed made of the state of the device's generator; None: nothing is drawn."""
-    arguments = [argument.name for argument in func._schema.arguments]
-    is_random = torch.Tag.nondeterministic_seeded in func.tags or "generator" in arguments
-    if not is_random:
+    if not _is_random(func):
         return None
     generator = kwargs.get("generator")
     if generator is None or generator.device.type != "cuda":
@@ -206,7 +242,7 @@ def _compute(
     random_seed: int | None,
 ) -> None:
     """Compute `func` on the CPU and write what it gives into `result`, the tensors of the device."""
-    cpu_args, cpu_kwargs = tree_map(on_cpu, (args, kwargs))
+    cpu_args, cpu_kwargs = _call_on_cpu(args, kwargs)
     own = OWN_FORMULAS.get(_name(func))
     if own is not None:
         own(result, _named(func, cpu_args, cpu_kwargs))
@@ -221,8 +257,8 @@ def _compute(
         computed = _mixed_product(func, cpu_args, cpu_kwargs)
         if computed is None:
             computed = func(*cpu_args, **cpu_kwargs)
-    given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
-    for target, source in zip(tree_leaves(result), tree_leaves(computed), strict=False):
+    given = {id(tensor) for tensor in _tensors((args, tuple(kwargs.values())))}
+    for target, source in zip(_leaves(result), _leaves(computed), strict=True):
         if isinstance(target, Tensor) and id(target) not in given:
             _write(target, source)
 

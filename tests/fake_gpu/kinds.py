@@ -17,7 +17,7 @@ KINDS = {
     "reduction": r"reduce_kernel|Reduce",
     "indexing": r"index|gather|scatter|embedding|nonzero|masked_select|sort|Sort|cub::",
     "concatenation": r"CatArray|chunk_cat|split_with_sizes",
-    "elementwise": r"elementwise",
+    "elementwise": r"elementwise|triu_tril|dropout",
 }
 
 

@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> None:
     from drumline.dist.start import start, stop
     from drumline.telemetry.traffic import Traffic
 
-    if os.environ.get("FAKE_GPU_COMPUTE") == "0":
+    if "FAKE_GPU_COMPUTE_UP_TO" in os.environ:
         leave_weights_empty()
     # The step whose traffic is counted reads and sends more than others.
     Traffic.FIRST = sys.maxsize

@@ -28,10 +28,9 @@ def _prepare_torch(torch: Any) -> None:
     enable = torch.backends.cuda.enable_cudnn_sdp
     torch.backends.cuda.enable_cudnn_sdp = lambda enabled: enable(False)
     enable(False)
-    if os.environ.get("FAKE_GPU_COMPUTE", "1") == "1":
-        from tests.fake_gpu import compute
+    from tests.fake_gpu import compute
 
-        compute.install()
+    compute.install()
 
 
 def _mark_steps(loop: Any) -> None:
