@@ -419,7 +419,15 @@ def _varlen_backward(result: Any, values: dict[str, Any]) -> None:
         grad_value[keys] = _tokens_first(gradients.value).to(grad_value.dtype)
 
 
+def _histogram(result: Any, values: dict[str, Any]) -> None:
+    """The CPU counts no whole numbers, which routers of experts ask for."""
+    numbers = values["self"].float()
+    counts = torch.histc(numbers, values["bins"], values["min"], values["max"])
+    _write(result, counts)
+
+
 OWN_FORMULAS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
+    "aten::histc": _histogram,
     "aten::_scaled_dot_product_flash_attention": _flash_forward,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention": _efficient_forward,

@@ -99,7 +99,8 @@ ROWS = [
     for precision in ("fp32", "bf16")
 ]
 for row in ROWS:
-    if row.sections["precision"] == "fp32":
+    # To save is to average the copies of local SGD, so its rows save where the CPU's do: at the end.
+    if row.sections["precision"] == "fp32" and not row.is_held_against_ranks:
         row.sections.update(SAVED)
 # Saved under one strategy, and gone on with under another.
 ROWS += [
@@ -187,13 +188,12 @@ def optimizer(name: str, strategy: str, options: Sections, tolerance: float, **m
     return Row(f"{strategy}, {name}", base.world_size, base.sections, numbers, tolerance)
 
 
-# The tolerances are those of tests/distributed/test_optimizers.py.
+# The tolerances are those of tests/distributed/test_optimizers.py. Not adamw_8bit and adamw_4bit:
+# torchao compiles their steps, and compiled code does not run over the stand-in.
 IN_BACKWARD: Sections = {"in_backward": True, "max_grad_norm": None}
 ROWS += [
     optimizer("sgd", "one device", {"kind": "sgd", "lr": 0.1}, FP32),
     optimizer("lion", "fsdp2 2", {"kind": "lion", "lr": 3e-4, "betas": [0.9, 0.99]}, FP32),
-    optimizer("adamw_8bit", "fsdp2 2", {"kind": "adamw_8bit"}, 2e-3),
-    optimizer("adamw_4bit", "one device", {"kind": "adamw_4bit"}, 2e-2),
     optimizer("adafactor", "fsdp2 2", {"kind": "adafactor", "lr": 1e-2}, FP32),
     optimizer("muon", "one device", {"kind": "muon", "momentum": 0.95}, 2e-3),
     optimizer("muon", "fsdp2 2", {"kind": "muon", "momentum": 0.95}, 2e-3),

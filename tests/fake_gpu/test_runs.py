@@ -102,7 +102,7 @@ def test_a_killed_rank_and_a_hang_in_a_collective(
         model,
         strategy="ddp",
         run={"callbacks": [f"{ROOT}/tests/hosts/pace.py:Pace"]},
-        checkpoint={"every": 1},
+        checkpoint={"every": 3},
         health={"hang_seconds": 3.0},
         launch={"nproc": 2, "max_restarts": 3},
     )
@@ -111,10 +111,10 @@ def test_a_killed_rank_and_a_hang_in_a_collective(
     pace.write_text("1.0")
     with shared_memory() as meeting:
         process = start(["-m", "drumline", "train", path], environment(2, meeting))
-        wait_for(run, "step", 1)
+        wait_for(run, "step", 4)
         kill(ranks_of(run)[1])
-        restored = wait_for(run, "restore", 0)
-        wait_for(run, "step", restored["step"] + 1, after=restored["t"])
+        restored = wait_for(run, "restore", 3)
+        wait_for(run, "step", 4, after=restored["t"])
         kill(ranks_of(run)[1], signal.SIGSTOP)
         wait_for(run, "hang", 0)
         pace.write_text("0")
@@ -124,7 +124,7 @@ def test_a_killed_rank_and_a_hang_in_a_collective(
     assert (killed["rank"], killed["signal"], killed["action"]) == (1, "SIGKILL", "restart")
     (hang,) = events(run, "hang")
     assert (hang["rank"], hang["why"]) == (1, "it is suspended (SIGSTOP)")
-    assert "rank 0 waits in all_reduce" in said(process)
+    assert hang["waits"][0].startswith("rank 0 waits in all_reduce"), hang["waits"]
     has_losses_of(run, on_cpu)
     assert not survivors(str(run))
 
@@ -146,7 +146,7 @@ def test_out_of_memory_is_planned_anew(tmp_path: Path) -> None:
     assert enough.code == 0, enough.out
     taken = max(events(tmp_path / "enough", "step")[-1]["memory_bytes"])
     replan = ("memory.on_oom=replan", f"run.dir={tmp_path / 'replan'}")
-    again = drumline("train", path, *replan, FAKE_GPU_BYTES=int(0.7 * taken))
+    again = drumline("train", path, *replan, FAKE_GPU_BYTES=int(0.9 * taken))
     assert again.code == 0, again.out
     replanned = events(tmp_path / "replan", "replan")
     assert replanned, again.out
