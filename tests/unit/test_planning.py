@@ -34,7 +34,7 @@ SMALL = "model.shape={layers: 2, hidden: 256, heads: 4, vocabulary: 1024}"
 def test_hours_and_cost_of_a_run(run: Run) -> None:
     _, out, _ = run("plan", *LORA, "--price", "0.5", "--tokens", "1e8", "--json")
     best = json.loads(out)["ranked"][0]
-    assert best["hours"] == pytest.approx(1e8 / best["tokens_per_s"] / 3600)
+    assert best["hours"] == pytest.approx((1e8 / best["tokens_per_s"] + best["startup_seconds"]) / 3600)
     assert best["cost"] == pytest.approx(best["hours"] * 4 * 0.5)
 
 
@@ -60,7 +60,7 @@ def test_a_yaml_gets_the_command_that_trains_it(run: Run, model: Path, tmp_path:
     command = re.search(r"^  drumline (train .*)$", out, re.M)
     assert command is not None
     code, out, _ = run(*shlex.split(command[1]), "--dry-run")
-    assert code == 0 and out.startswith("# ") and "max_grad_norm" not in out and len(out.splitlines()) < 60
+    assert code == 0 and out.startswith("# ") and "max_grad_norm" not in out and len(out.splitlines()) < 64
     _, full, _ = run(*shlex.split(command[1]), "--dry-run", "--all")
     assert "max_grad_norm: 1.0" in full and load_text(full, []) == load_text(out, []), "what is left out are defaults"
 
@@ -169,7 +169,7 @@ def test_explain_says_where_numbers_come_from(run: Run) -> None:
 
 @pytest.mark.slow
 def test_explain_counts_gradients_that_are_there_and_models_that_are_held(run: Run) -> None:
-    flags = ["--model", "gpt2-xl", "--cluster", "8xa100-40g", "--length", "1024"]
+    flags = ["--model", "gpt2-xl", "--cluster", "8xa100-40g", "--length", "1024", "compile=false"]
     _, out, _ = run("plan", *flags, "--explain", "zero1")
     names = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "peak")
     amount = {name: float(re.search(rf"\n  {name} +(\S+)", out)[1]) for name in names}  # type: ignore[index]
