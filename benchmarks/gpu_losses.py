@@ -1,6 +1,6 @@
 """One packed run of a tiny Llama in bf16 on the GPU, held against the same run on the CPU.
 
-    python benchmarks/gpu_losses.py
+    python benchmarks/gpu_losses.py [--smoke] [--out FILE.json]
 
 The CPU runs it twice, in fp32 and in bf16: what lies between these two is what rounding to bf16
 does to this run. The GPU rounds in another order, so its bf16 losses may be four times as far from
@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
+from benchmarks import common
 from benchmarks.planner_runs import TINY, ready
 
 LENGTH = 128  # tokens of a pack
@@ -27,14 +28,18 @@ STEPS = 8
 
 
 def main() -> None:
+    options = common.parse(common.parser(__doc__))
+    steps = 3 if options.smoke else STEPS
     devices = {"cpu fp32": ("cpu", "fp32"), "cpu bf16": ("cpu", "bf16")}
     if torch.cuda.is_available():
         devices["gpu bf16"] = ("cuda", "bf16")
     with tempfile.TemporaryDirectory() as folder:
         plans = {}
         for name, (device, precision) in devices.items():
-            plans[name] = write_plan(Path(folder) / name.replace(" ", "-"), device, precision)
-        losses = train_side_by_side(plans)
+            plans[name] = write_plan(
+                Path(folder) / name.replace(" ", "-"), device, precision, steps
+            )
+        losses = train_side_by_side(plans, steps)
     exact = losses["cpu fp32"]
     for name, values in losses.items():
         row = " ".join(f"{value:.5f}" for value in values)
@@ -42,28 +47,29 @@ def main() -> None:
     limit = 4 * largest_difference(losses["cpu bf16"], exact)
     tried = losses.get("gpu bf16", losses["cpu bf16"])
     found = largest_difference(tried, exact)
-    is_within = len(tried) == STEPS and found <= limit
+    is_within = len(tried) == steps and found <= limit
+    common.write({"losses": losses, "difference": found, "limit": limit}, options.out)
     print(f"{found:.2e} of at most {limit:.2e}: {'as on the CPU' if is_within else 'NOT as on the CPU'}")
     raise SystemExit(not is_within)
 
 
-def write_plan(folder: Path, device: str, precision: str) -> Path:
+def write_plan(folder: Path, device: str, precision: str, steps: int) -> Path:
     """Return the path of the plan.json of a run that packs short documents."""
     sections = {
         "strategy": "single",
         "precision": precision,
-        "run": {"device": device, "steps": STEPS},
+        "run": {"device": device, "steps": steps},
         "optimizer": {"lr": 1e-3},
     }
     return ready(folder, {"model_type": "llama", **TINY}, LENGTH, 1, sections, words=12)
 
 
-def train_side_by_side(plans: dict[str, Path]) -> dict[str, list[float]]:
+def train_side_by_side(plans: dict[str, Path], steps: int) -> dict[str, list[float]]:
     """Return the losses of each run; each trains in a process of its own."""
     worker = str(Path(__file__).with_name("gpu_memory_sweep.py"))
     processes = {}
     for name, plan in plans.items():
-        command = [sys.executable, worker, "--steps", str(STEPS), "--worker", str(plan)]
+        command = [sys.executable, worker, "--steps", str(steps), "--worker", str(plan)]
         processes[name] = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     losses = {}
     for name, process in processes.items():

