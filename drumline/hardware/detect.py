@@ -64,6 +64,13 @@ def likely_gpus() -> int:
     return there if visible is None else min(there, len([name for name in visible.split(",") if name not in ("", "-1")]))
 
 
+def hide_gpus() -> None:
+    """Let this process and those that it starts see no GPU: torch's optimizers would take a context of CUDA, some hundred MB of a GPU, on
+    a run that computes on the processor. Without effect where CUDA has been asked for its devices."""
+    for name in HIDING:
+        os.environ[name] = ""
+
+
 def _gpus() -> tuple[list[Device], bool]:
     hidden = any(os.environ.get(name) in ("", "-1") for name in HIDING)
     if hidden or not (any(Path(driver).exists() for driver in DRIVERS) or shutil.which("nvidia-smi")):

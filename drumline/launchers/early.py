@@ -22,8 +22,8 @@ class EarlyRanks:
     """As many ranks as there will most likely be. Those that nobody began are killed at the end of the `with`.
 
     The launcher and its ranks then import torch and transformers once, not each for itself. There are none where a fork would not be
-    safe: beside other threads, or where this process has used torch already; and none where a fork could not use the GPUs, since a
-    library that was imported has asked for them.
+    safe: beside other threads, or where this process has used torch already; and none where a library that was imported has asked CUDA
+    for its devices: torch's optimizers ask for the current one on a CPU too, and raise in a fork of such a process.
     """
 
     def __init__(self, config: Config) -> None:
@@ -38,7 +38,7 @@ class EarlyRanks:
             importlib.import_module("drumline.train.build" if config.plain else "drumline.train.preload")
         if known is None:
             del os.environ[THREADS]
-        if config.run.device != "cpu" and likely_gpus() and not _forks_have_gpus():
+        if not _can_forks_use_cuda():
             return
         gc.freeze()
         self.waiting += [Early() for _ in range(number)]
@@ -69,8 +69,8 @@ class EarlyRanks:
         return usual(args=args, env=env, stdout=stdout, stderr=stderr, **options)
 
 
-def _forks_have_gpus() -> bool:
-    """Whether a fork of this process may use the GPUs, by one that looks: torch lets none where CUDA was asked anything before."""
+def _can_forks_use_cuda() -> bool:
+    """Whether torch lets a fork of this process ask CUDA anything, by a fork that looks: it lets none where CUDA was asked before."""
     from drumline.vendor.torch import is_in_bad_fork
 
     return in_a_fork(lambda: not is_in_bad_fork())

@@ -24,6 +24,7 @@ from drumline.core.signals import StopFlag
 from drumline.dist.start import Ranks, drawn, start, stop
 from drumline.errors import DrumlineError, EnvironmentFault, Preempted, TrainingStopped
 from drumline.foreign import class_and_line, first_line
+from drumline.hardware.detect import hide_gpus
 from drumline.launchers import watcher
 from drumline.launchers.environment import launched_by
 from drumline.launchers.lease import guarded
@@ -43,7 +44,10 @@ def main(arguments: list[str] | None = None, work: Callable[[Plan, str | None], 
     parser.add_argument("--resume")
     options = parser.parse_args(arguments)
     with recording():
-        (work or run)(Plan.load(options.plan), options.resume)
+        plan = Plan.load(options.plan)
+        if plan.device == "cpu":
+            hide_gpus()
+        (work or run)(plan, options.resume)
 
 
 def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:

@@ -23,6 +23,7 @@ from drumline.core.redact import withheld
 from drumline.core.signals import NOTHING_LOST, Interrupted
 from drumline.dist.start import Ranks, publish, receive, rendezvous
 from drumline.errors import DrumlineError, EnvironmentFault, TrainingStopped
+from drumline.hardware.detect import hide_gpus
 from drumline.launchers.environment import launched_by
 from drumline.launchers.lease import Lease, has_lease
 from drumline.launchers.local import newest_or
@@ -45,7 +46,10 @@ RECEIVED_SECONDS = 5.0  # for ranks that start later than rank 0 has failed: its
 def train(make_request: Callable[[int], Request]) -> int:
     """One rank, from plan to end. `make_request`: world size → request. A restarted run resumes from its newest checkpoint."""
     with recording(), ExitStack() as stack:
-        train_rank(*join(make_request, stack, display=True), display=True)
+        plan, start = join(make_request, stack, display=True)
+        if plan.device == "cpu":
+            hide_gpus()
+        train_rank(plan, start, display=True)
     return 0
 
 

@@ -1,5 +1,11 @@
 """What every rank of a Hugging Face model imports, whatever its plan: it takes seconds, and needs no plan."""
 
+# ruff: noqa: E402 - what is imported first decides what the rest imports.
+
+from drumline.vendor.transformers import import_without_torchao
+
+import_without_torchao()
+
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast  # which bring what other models share with Llama
 
 from drumline.core.algorithm import AlgorithmSpec

@@ -1,6 +1,7 @@
 """transformers' names: what its documentation does not show."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from drumline.vendor import names
@@ -41,3 +42,22 @@ def packed_mask(mask_function: Callable[..., Any], positions_BT: Any, documents_
     if together is not None:
         return together(mask_function, positions_BT, documents_BT)
     return _find("and_masks")(mask_function, _find("packed_sequence_mask_function")(documents_BT))
+
+
+def import_without_torchao() -> None:
+    """Import transformers' quantizers and leave torchao for whoever needs it: its import takes seconds and initialises CUDA, after
+    which no fork of the process can use a GPU."""
+    utils = import_module("transformers.utils")
+    is_torchao_available = utils.is_torchao_available
+    utils.is_torchao_available = lambda *_: False
+    try:
+        quantizer = import_module("transformers.quantizers.quantizer_torchao")
+    finally:
+        utils.is_torchao_available = is_torchao_available
+    quantizer.is_torchao_available = is_torchao_available
+    # Its only name of torchao's.
+    quantizer.flatten_tensor_state_dict = _flatten_tensor_state_dict
+
+
+def _flatten_tensor_state_dict(state: Any) -> Any:
+    return import_module("torchao.prototype.safetensors.safetensors_support").flatten_tensor_state_dict(state)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -13,7 +16,10 @@ import pytest
 
 from drumline.core.config import Config
 from drumline.errors import PlanError
+from drumline.hardware.detect import HIDING
 from drumline.launchers.early import EarlyRanks
+from drumline.train import entry
+from drumline.vendor.transformers import import_without_torchao
 from tests.harness import ENV, write_config
 
 RANK = """
@@ -33,16 +39,15 @@ from drumline.launchers import early
 from drumline.launchers.early import EarlyRanks
 signal.signal(signal.SIGTERM, lambda *more: None)
 folder, case = sys.argv[1:]
-device = "auto" if case.startswith("CUDA") else "cpu"
+device = "auto" if case.startswith("GPU") else "cpu"
 config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, "launch": {"nproc": 2}, "run": {"device": device}})
-if device == "auto":
-    early.likely_gpus = lambda: 2
-    asked = "os.getpid() != here" if case == "CUDA was asked" else "False"
-    os.mkdir(folder + "/torch")
-    open(folder + "/torch/__init__.py", "w").close()
-    with open(folder + "/torch/cuda.py", "w") as file:
-        file.write(f"import os\\nhere = os.getpid()\\ndef _is_in_bad_fork(): return {asked}")
-    sys.path.insert(0, folder)
+early.likely_gpus = lambda: 2
+asked = "os.getpid() != here" if case.endswith("CUDA was asked") else "False"
+os.mkdir(folder + "/torch")
+open(folder + "/torch/__init__.py", "w").close()
+with open(folder + "/torch/cuda.py", "w") as file:
+    file.write(f"import os\\nhere = os.getpid()\\ndef _is_in_bad_fork(): return {asked}")
+sys.path.insert(0, folder)
 ranks = EarlyRanks(config)
 children = [early.pid for early in ranks.waiting]
 
@@ -57,7 +62,7 @@ if case == "begun":
     print(json.dumps([early.pid == children[0], early.wait(30), early.poll()]))
 elif case == "other threads":
     print(json.dumps([take("33"), len(ranks.waiting)]))
-elif device == "auto":
+elif "CUDA" in case:
     print(json.dumps([len(ranks.waiting), "OMP_NUM_THREADS" in os.environ]))
 elif case == "dead":
     for early in ranks.waiting:
@@ -93,10 +98,48 @@ def test_a_rank_whose_threads_are_others_or_that_has_died_is_started_as_usual(tm
     assert launcher(tmp_path, case) == [["usual", waiting], [False, False]]
 
 
-@pytest.mark.parametrize(("case", "waiting"), [("CUDA was asked", 0), ("CUDA was left alone", 2)])
-def test_there_are_none_where_what_was_imported_has_asked_cuda(tmp_path: Path, case: str, waiting: int) -> None:
-    """torch lets no fork use the GPUs after that; torchao asks as it is imported."""
+@pytest.mark.parametrize(
+    ("case", "waiting"),
+    [("GPU: CUDA was asked", 0), ("GPU: CUDA was left alone", 2), ("CPU: CUDA was asked", 0)],
+)
+def test_there_are_none_where_what_was_imported_has_asked_cuda(
+    tmp_path: Path, case: str, waiting: int
+) -> None:
+    """torch lets no fork ask CUDA again after that, and its optimizers ask on a processor too."""
     assert launcher(tmp_path, case) == [[waiting, False], [False] * waiting]
+
+
+def test_a_rank_on_the_processor_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in HIDING:
+        monkeypatch.setenv(name, "0")
+    seen = {}
+
+    def note_what_is_visible(plan: Any, resume: str | None) -> None:
+        seen[plan.device] = [os.environ[name] for name in HIDING]
+
+    for device in ("cuda", "cpu"):
+        plan = SimpleNamespace(device=device)
+        monkeypatch.setattr(entry.Plan, "load", lambda path, plan=plan: plan)
+        entry.main(["plan.json"], work=note_what_is_visible)
+    assert seen == {"cuda": ["0", "0", "0"], "cpu": ["", "", ""]}
+
+
+def test_torchao_is_imported_by_whoever_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao initialises CUDA as it is imported, and no fork of the launcher could use a GPU."""
+    place = "transformers.quantizers.quantizer_torchao"
+    utils = importlib.import_module("transformers.utils")
+
+    def is_available(*_: object) -> bool:
+        return True
+
+    monkeypatch.delitem(sys.modules, place, raising=False)
+    monkeypatch.setattr(utils, "is_torchao_available", is_available)
+    monkeypatch.setitem(sys.modules, "torchao", None)  # an import of it raises
+    import_without_torchao()
+    quantizer: Any = sys.modules[place]
+    assert quantizer.is_torchao_available is utils.is_torchao_available is is_available
+    with pytest.raises(ImportError, match="torchao"):
+        quantizer.flatten_tensor_state_dict({})
 
 
 def test_they_are_killed_with_the_launcher(tmp_path: Path) -> None:
