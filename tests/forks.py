@@ -5,6 +5,9 @@
 and killed as such. {"ended": PID} is answered with its exit code, a signal's negative, null while it runs. Nothing but imports happens
 in it before a fork. Ranks that such a process launches are forked from it in the same way. Tests that start interpreters, as a user
 does, say so.
+
+Where there is a GPU, each process is an interpreter of its own: what is imported asks CUDA for its devices, and torch lets no fork
+ask again.
 """
 
 from __future__ import annotations
@@ -28,8 +31,11 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
+
+from drumline.hardware.detect import likely_gpus
 
 # Where launchers start their ranks.
 HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
@@ -44,6 +50,16 @@ class Forks:
     """The asking side; the forking process starts with the first question and ends with this one."""
 
     process: subprocess.Popen[str] | None = None
+
+    def start(self, asked: dict[str, Any]) -> int:
+        """Return the process id of a fork."""
+        pid: int = self.ask({"start": asked})
+        return pid
+
+    def ended(self, pid: int) -> int | None:
+        """Return the exit code of a fork, None while it runs."""
+        code: int | None = self.ask({"ended": pid})
+        return code
 
     def ask(self, question: dict[str, Any]) -> Any:
         process = self.process
@@ -74,11 +90,46 @@ class Forks:
         self.process = None
 
 
+class Interpreters:
+    """Starts each process as an interpreter of its own; it has the methods of Forks."""
+
+    def __init__(self) -> None:
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, asked: dict[str, Any]) -> int:
+        """Return the process id of an interpreter."""
+        command = [sys.executable, "-m", asked["module"], *asked["arguments"]]
+        with ExitStack() as files:
+            out = files.enter_context(Path(asked["out"]).open("ab"))
+            err = files.enter_context(Path(asked["err"]).open("ab"))
+            process = subprocess.Popen(
+                command,
+                cwd=asked["cwd"],
+                env=asked["env"],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        self.processes[process.pid] = process
+        return process.pid
+
+    def ended(self, pid: int) -> int | None:
+        """Return the exit code of an interpreter, None while it runs."""
+        return self.processes[pid].poll()
+
+
 FORKS = Forks()
+INTERPRETERS = Interpreters()
+
+
+def choose_starter() -> Forks | Interpreters:
+    """Return what starts processes on this machine."""
+    return INTERPRETERS if likely_gpus() else FORKS
 
 
 class Forked(subprocess.Popen[str]):
-    """`python -m MODULE ARGUMENTS` as a fork; its output goes to files."""
+    """`python -m MODULE ARGUMENTS`, as a fork where there is no GPU; its output goes to files."""
 
     def __init__(self, module: str, *arguments: object, env: Mapping[str, str], cwd: str | Path | None = None) -> None:
         self.folder = tempfile.TemporaryDirectory()
@@ -88,14 +139,15 @@ class Forked(subprocess.Popen[str]):
         out, err = map(str, self.streams)
         self.args = [module, *map(str, arguments)]
         asked = {"module": module, "arguments": self.args[1:], "cwd": str(cwd or Path.cwd()), "env": dict(env), "out": out, "err": err}
-        self.pid: int = FORKS.ask({"start": asked})
+        self.starter = choose_starter()
+        self.pid: int = self.starter.start(asked)
         self.returncode: Any = None
         self.stdin = self.stdout = self.stderr = None
         self._child_created = False  # nothing for Popen itself to wait for
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = FORKS.ask({"ended": self.pid})
+            self.returncode = self.starter.ended(self.pid)
         code: int | None = self.returncode
         return code
 
