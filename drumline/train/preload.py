@@ -2,6 +2,8 @@
 
 # ruff: noqa: E402 - what is imported first decides what the rest imports.
 
+import torch
+
 from drumline.vendor.transformers import import_without_torchao
 
 import_without_torchao()
@@ -15,6 +17,6 @@ from drumline.telemetry.trackers import Callbacks, open_sinks
 from drumline.train.build import build
 from drumline.train.failure import watched
 
-__all__ = ["AutoTokenizer", "Callbacks", "LlamaForCausalLM", "PreTrainedTokenizerFast", "build", "open_sinks", "watched"]
+__all__ = ["AutoTokenizer", "Callbacks", "LlamaForCausalLM", "PreTrainedTokenizerFast", "build", "open_sinks", "torch", "watched"]
 
 SPECS = find(AlgorithmSpec, "sft"), find(StrategySpec, "single")  # the first of each imports all
