@@ -254,13 +254,19 @@ class BucketedAllReduce(Spread):
 
 
 class _Bucket:
-    """Gradients of some parameters end to end, and behind them a 1 for each that this rank has; summed over the group."""
+    """Gradients of some parameters end to end, and behind them a 1 for each that this rank has; summed over the group.
+
+    The host reads the ones, and waits for the device, only where this rank lacks a gradient: it has to know whether another has it."""
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
         self.parameters = parameters
         parts = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in parameters]
         self.sizes, self.shapes = [part.numel() for part in parts], [part.shape for part in parts]
-        has = torch.tensor([float(p.grad is not None) for p in parameters], dtype=parts[0].dtype, device=parts[0].device)
+        self.lacks_gradient = any(parameter.grad is None for parameter in parameters)
+        has = parts[0].new_ones(len(parameters))
+        for index, parameter in enumerate(parameters):
+            if parameter.grad is None:
+                has[index].zero_()
         self.flat = torch.cat([*(part.reshape(-1) for part in parts), has])
         self.work = dist.all_reduce(self.flat, group=group, async_op=True)
 
@@ -268,9 +274,10 @@ class _Bucket:
         assert self.work is not None
         self.work.wait()
         *parts, has = self.flat.split([*self.sizes, len(self.parameters)])
+        ranks_with_gradient = has.tolist() if self.lacks_gradient else [ranks] * len(self.parameters)
         for index, (parameter, part, shape) in enumerate(zip(self.parameters, parts, self.shapes, strict=True)):
             if parameter.grad is None:
-                if not has[index]:
+                if ranks_with_gradient[index] == 0:
                     continue
                 parameter.grad = torch.zeros_like(parameter)
             local(parameter.grad).copy_(part.view(shape)).div_(ranks)

@@ -245,7 +245,7 @@ class NativeEngine(ForwardEngine):
         super().__init__(plan, model, spread, around)
         self.averaged_over = plan.mesh.data_ranks * plan.mesh.cp
         self.max_grad_norm = plan.config.optimizer.max_grad_norm
-        self.loss_scale = LossScale(plan.config.precision.initial_scale, enabled=plan.precision == "fp16")
+        self.loss_scale = LossScale(plan.config.precision.initial_scale, plan.precision == "fp16", self.device)
         self.named = dict(model.named_parameters())
         self.learned = {*learning(model)}  # a loop of the user's own may freeze some, and unfreeze others
         self.stepped = spread.stepped(self.named)
@@ -265,7 +265,7 @@ class NativeEngine(ForwardEngine):
         if plan.config.compile.optimizer:
             compile_step(self.optimizer)
         self.gathers_fp8 = plan.config.precision.gather == "fp8"
-        self.masks = not self.loss_scale.enabled and not isinstance(self.optimizer, OnHost) and masks(self.optimizer, self.device)
+        self.masks = not isinstance(self.optimizer, OnHost) and masks(self.optimizer, self.device)
 
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
         outs = []
@@ -289,7 +289,7 @@ class NativeEngine(ForwardEngine):
     def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
         # Gradients are averaged over ranks; a sum over ranks is wanted, and scaling the loss gives it without a second pass.
         with self.spread.going_back(loss_sum):
-            (loss_sum * (self.averaged_over / denominator * self.loss_scale.value)).backward()
+            (loss_sum * self.loss_scale.scale(self.averaged_over / denominator)).backward()
 
     def divide(self, by: torch.Tensor) -> None:
         if gradients := [local(g) for g in self._gradients()]:
@@ -321,9 +321,7 @@ class NativeEngine(ForwardEngine):
             take_step(self.optimizer)
             self._weights_changed()
             self.spread.after_step()
-            self.loss_scale.good()
-        elif not torch.isfinite(grad_norm):  # what is passed over for another reason, a loss that jumps, has no gradient too large
-            self.loss_scale.overflow()
+        self.loss_scale.update(is_stepped=finite, is_overflow=~torch.isfinite(grad_norm))
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in self.named.values():
             parameter.grad = None

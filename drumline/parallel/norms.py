@@ -80,30 +80,41 @@ class LossScale:
     """Loss scaling for fp16 (Micikevicius et al. 2018): small gradients are kept above fp16's zero while they are made.
 
     torch.amp.GradScaler takes no mixture of plain and sharded gradients, and each of its ranks would judge by its own part. Here the
-    global norm shows an overflow, the same on all ranks, so the scale is one number on the host. 1 where it is not enabled."""
+    global norm shows an overflow, the same on all ranks. Scale and count lie on the device, so that the host waits for neither. Without
+    `enabled` nothing is scaled."""
 
-    def __init__(self, initial: float, enabled: bool) -> None:
-        self.enabled, self.value, self.good_steps = enabled, initial if enabled else 1.0, 0
+    def __init__(self, initial: float, enabled: bool, device: str) -> None:
+        self.enabled = enabled
+        self.value = torch.tensor(initial if enabled else 1.0, dtype=torch.float32, device=device)
+        self.good_steps = torch.tensor(0, dtype=torch.int64, device=device)
+
+    def scale(self, factor: float) -> float | torch.Tensor:
+        """Return what a loss is multiplied by before backward, where `factor` is it without a scale."""
+        return factor * self.value if self.enabled else factor
 
     def unscale(self, gradients: list[torch.Tensor]) -> None:
         """Bring this rank's parts of the gradients back, in place; once a step."""
         if self.enabled and gradients:
-            foreach_mul_(gradients, 1.0 / self.value)
+            foreach_mul_(gradients, (1.0 / self.value).to(gradients[0]))
 
-    def good(self) -> None:
-        self.good_steps += 1
-        if self.enabled and self.good_steps % GROWTH_INTERVAL == 0:
-            self.value *= 2.0
+    def update(self, is_stepped: torch.Tensor, is_overflow: torch.Tensor) -> None:
+        """Double the scale after so many good steps, halve it after an overflow.
 
-    def overflow(self) -> None:
-        self.good_steps = 0
-        if self.enabled:
-            self.value /= 2.0
+        A step that is passed over for another reason changes nothing. Both arguments: bool, on the device.
+        """
+        if not self.enabled:
+            return
+        self.good_steps += is_stepped
+        self.good_steps *= ~is_overflow
+        grows = is_stepped & (self.good_steps % GROWTH_INTERVAL == 0)
+        self.value *= 1.0 + grows.float()
+        self.value *= 1.0 - 0.5 * is_overflow.float()
 
     def state(self) -> dict[str, Any]:
-        return {"scale": self.value, "good_steps": self.good_steps}
+        return {"scale": float(self.value), "good_steps": int(self.good_steps)}
 
     def load(self, state: dict[str, Any]) -> None:
         """Does nothing where the state comes from a run in another precision."""
         if self.enabled and "good_steps" in state:
-            self.value, self.good_steps = float(state["scale"]), int(state["good_steps"])
+            self.value.fill_(float(state["scale"]))
+            self.good_steps.fill_(int(state["good_steps"]))

@@ -77,12 +77,12 @@ class StageWithObjective(Stage):
         super().__init__(*parts)
         self.micro_batches: list[Any] = []
         self.objective: Any = None
-        self.scale: float | None = None
+        self.scale: float | torch.Tensor | None = None
         self.autocast: Any = contextlib.nullcontext
         self.splits_backward = False
         self.outs: list[dict[str, torch.Tensor]] = []
 
-    def begin(self, micro_batches: list[Any], objective: Any, scale: float | None) -> None:
+    def begin(self, micro_batches: list[Any], objective: Any, scale: float | torch.Tensor | None) -> None:
         """`scale`: what the loss is multiplied by before backward; None without gradients."""
         self.micro_batches, self.objective, self.scale = micro_batches, objective, scale
 
@@ -309,7 +309,7 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         self._train(True)
 
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
-        scale = self.averaged_over / denominator * self.loss_scale.value
+        scale = self.loss_scale.scale(self.averaged_over / denominator)
         self._at_mean(False)
         with self.spread.micro_batch(last=True):
             for start in range(0, len(micro_batches), self.at_once):

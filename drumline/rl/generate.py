@@ -32,7 +32,8 @@ from drumline.data.templates import end_ids
 from drumline.dist.reduce import from_all
 from drumline.dist.seeds import derive
 from drumline.errors import DataError, ModelError, PlanError
-from drumline.vendor.transformers import DynamicLayer, DynamicSlidingWindowLayer
+from drumline.models.attention import known_padding
+from drumline.vendor.transformers import DynamicLayer, DynamicSlidingWindowLayer, ask_the_host
 
 WHERE = "algorithm.generator"
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -145,18 +146,67 @@ class Endings:
 
 
 class AtEndings(StoppingCriteria):
-    """Endings for one call of `generate`. `lengths`: tokens of each row's completion, None while it goes on."""
+    """Endings for one call of `generate`. `lengths`: tokens of each row's completion, None while it goes on.
 
-    def __init__(self, endings: Endings, rows: int, prompt_width: int) -> None:
-        self.endings, self.prompt_width = endings, prompt_width
+    `is_late`: tokens are read one late: while the host looks at a token a GPU computes the next, which is dropped where the token was
+    the end of the last row. `generate` asks the host (`goes_on`) and not the tensor that this returns, for which it would wait.
+    """
+
+    def __init__(self, endings: Endings, rows: int, prompt_width: int, most: int, is_late: bool) -> None:
+        """`most`: tokens that a completion may have."""
+        self.endings, self.prompt_width, self.most, self.is_late = endings, prompt_width, most, is_late
         self.lengths: list[int | None] = [None] * rows
+        self.made = 0
+        self.seen = 0
+        self.have_ended = torch.zeros(rows, dtype=torch.bool, pin_memory=is_late and torch.cuda.is_available())
+        self.on_their_way: list[TokensOnTheirWay] = []
+        self.tails: list[list[int]] = [[] for _ in range(rows)]
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        new = input_ids[:, self.prompt_width :]
-        for row, tail in enumerate(new[:, -self.endings.tail :].tolist()):
-            if self.lengths[row] is None and self.endings.after(tail):
-                self.lengths[row] = new.shape[1]
-        return torch.tensor([length is not None for length in self.lengths], device=input_ids.device)
+        self.made = input_ids.shape[1] - self.prompt_width
+        self.on_their_way.append(TokensOnTheirWay(input_ids[:, -1]))
+        while len(self.on_their_way) > int(self.is_late):
+            self._read()
+        return self.have_ended.to(input_ids.device, non_blocking=True)
+
+    def goes_on(self, *_: Any, **__: Any) -> bool:
+        """Whether another token is needed; in the place of transformers' own question to the device."""
+        return self.made < self.most and None in self.lengths
+
+    def read_all(self) -> None:
+        """Read the tokens that are still on their way."""
+        while self.on_their_way:
+            self._read()
+
+    def _read(self) -> None:
+        tokens = self.on_their_way.pop(0).read()
+        self.seen += 1
+        for row, token in enumerate(tokens):
+            if self.lengths[row] is not None:
+                continue
+            self.tails[row] = [*self.tails[row], token][-self.endings.tail :]
+            if self.endings.after(self.tails[row]):
+                self.lengths[row] = self.seen
+                self.have_ended[row] = True
+
+
+class TokensOnTheirWay:
+    """A token of each row, copied to the host without waiting for the device."""
+
+    def __init__(self, tokens_B: torch.Tensor) -> None:
+        self.arrived: torch.cuda.Event | None = None
+        self.tokens_B = tokens_B
+        if tokens_B.is_cuda:
+            self.tokens_B = torch.empty(tokens_B.shape, dtype=tokens_B.dtype, pin_memory=True)
+            self.tokens_B.copy_(tokens_B, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def read(self) -> list[int]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        tokens: list[int] = self.tokens_B.tolist()
+        return tokens
 
 
 class Generator(Protocol):
@@ -200,8 +250,15 @@ class HFGenerator:
         ids_BT = torch.tensor([[self.pad] * (width - len(r.tokens)) + r.tokens for r in requests], device=device)
         mask_BT = torch.tensor([[0] * (width - len(r.tokens)) + [1] * len(r.tokens) for r in requests], device=device)
         seeds_B = torch.tensor([request_seed(self.seed, step, r.key) for r in requests], device=device)
-        noise, ends = NoisyLogits(self.sampler, seeds_B, width), AtEndings(self.endings, len(requests), width)
-        with torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
+        noise = NoisyLogits(self.sampler, seeds_B, width)
+        most, is_late = self.config.max_new_tokens, device.type == "cuda"
+        ends = AtEndings(self.endings, len(requests), width, most, is_late)
+        is_padded = any(len(request.tokens) < width for request in requests)
+        with (
+            torch.autocast(device.type, self.autocast, enabled=self.autocast is not None),
+            ask_the_host(self.model, ends.goes_on),
+            known_padding(is_padded),
+        ):
             out_BT = self.model.generate(
                 ids_BT,
                 attention_mask=mask_BT,
@@ -213,6 +270,7 @@ class HFGenerator:
                 stopping_criteria=[ends],
                 synced_gpus=False,  # each rank has a whole model and its own number of tokens
             )
+        ends.read_all()
         log_probs = torch.stack(noise.log_probs, 1).tolist()
         lengths = [length or out_BT.shape[1] - width for length in ends.lengths]
         return [

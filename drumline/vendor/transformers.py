@@ -1,6 +1,8 @@
 """transformers' names: what its documentation does not show."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
 
@@ -27,8 +29,10 @@ PLACES = {
 }
 MEMBERS = {
     "transformers:PreTrainedConfig": ("_attn_implementation",),
+    "transformers:GenerationMixin": ("_has_unfinished_sequences",),
     "transformers:PreTrainedModel": ("_is_hf_initialized", "_no_split_modules", "_supports_attention_backend", "_tp_plan"),
 }
+_is_end_known_to_host: ContextVar[bool] = ContextVar("is_end_known_to_host", default=False)
 __getattr__ = names("transformers", "5.17.0", "5.23.0", PLACES)
 _find = __getattr__
 
@@ -61,3 +65,34 @@ def import_without_torchao() -> None:
 
 def _flatten_tensor_state_dict(state: Any) -> Any:
     return import_module("torchao.prototype.safetensors.safetensors_support").flatten_tensor_state_dict(state)
+
+
+@contextmanager
+def ask_the_host(model: Any, goes_on: Callable[..., bool]) -> Iterator[None]:
+    """Let a model's `generate` ask `goes_on` before each token, in the place of a tensor on the device, for which the host would wait."""
+    _replace_stop_check(import_module("transformers.generation.utils"))
+    token = _is_end_known_to_host.set(True)
+    model._has_unfinished_sequences = goes_on
+    try:
+        yield
+    finally:
+        del model._has_unfinished_sequences
+        _is_end_known_to_host.reset(token)
+
+
+def _replace_stop_check(utils: Any) -> None:
+    """Let newer versions read their tensor (`StopCheck`) only where the host does not know the end; older ones have no such class."""
+    theirs = getattr(utils, "StopCheck", None)
+    if theirs is None or getattr(theirs, "is_of_drumline", False):
+        return
+
+    class StopCheck(theirs):  # type: ignore[misc]
+        is_of_drumline = True
+
+        def __call__(self, *given: Any, **options: Any) -> bool:
+            if _is_end_known_to_host.get():
+                return False
+            is_end: bool = super().__call__(*given, **options)
+            return is_end
+
+    utils.StopCheck = StopCheck

@@ -14,11 +14,13 @@ from drumline.core.model import ModelConfig
 from drumline.core.rollouts import ContinuousGenerator as ContinuousConfig
 from drumline.core.rollouts import HFGenerator as HFConfig
 from drumline.errors import DataError, DrumlineError, PlanError
+from drumline.models.attention import attend_by_documents
 from drumline.models.build import build_model
 from drumline.rl.continuous import ContinuousGenerator
-from drumline.rl.generate import Endings, HFGenerator, Request, Sampler, deal, gumbel, request_seed
+from drumline.rl.generate import AtEndings, Endings, HFGenerator, Request, Sampler, deal, gumbel, request_seed
+from drumline.vendor.torch import TorchDispatchMode
 from tests.tiny import tiny_model_dir, tiny_tokenizer
-from tests.unit.test_attention import PACK
+from tests.unit.test_attention import PACK, layout
 
 TEXTS = ["The", "What is two plus three?", "Every rank keeps in step with the drum: one, two", "A gradient", "Rome", "one two three"]
 
@@ -96,6 +98,48 @@ def test_a_sample_hangs_on_neither_batch_nor_order_nor_company(model: Any) -> No
     backwards = hf(model, batch=3).generate(prompts()[::-1], step=3)[::-1]
     assert [c.tokens for c in backwards] == [c.tokens for c in whole]
     assert hf(model).generate(prompts()[2:3], step=3)[0].tokens == whole[2].tokens
+
+
+class HostReads(TorchDispatchMode):
+    """Counts how often the host reads a number of a tensor, for which it would wait on a GPU."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_the_host_reads_nothing_of_a_token_but_the_token(model: Any, padded: bool) -> None:
+    attend_by_documents(model, layout())
+    requests = prompts()[:2] if padded else [Request([5, 6, 7], (i, 0)) for i in range(2)]
+    reads = []
+    for tokens in (4, 12):
+        generator = hf(model, max_new_tokens=tokens)
+        generator.endings = Endings(frozenset(), (), None)
+        with HostReads() as host:
+            made = generator.generate(requests, step=3)
+        assert [len(completion.tokens) for completion in made] == [tokens] * 2
+        reads.append(host.reads)
+    assert reads[0] == reads[1]
+
+
+def test_a_completion_that_is_read_one_token_late_ends_at_the_same_token() -> None:
+    tokens_BT = torch.tensor([[9, 9, 5, 2, 7, 7, 7], [9, 9, 5, 6, 2, 7, 7], [9, 9, 5, 6, 7, 7, 7]])
+    found = {}
+    for is_late in (False, True):
+        ends = AtEndings(Endings(frozenset({2}), (), None), 3, 2, most=5, is_late=is_late)
+        flags = [ends(tokens_BT[:, : 3 + step], None).tolist() for step in range(3)]
+        assert ends.goes_on()
+        assert flags[2] == ([True, not is_late, False])
+        ends(tokens_BT[:, :6], None)
+        assert ends.goes_on()
+        ends(tokens_BT, None)
+        assert not ends.goes_on(), "all tokens are there that it may have"
+        ends.read_all()
+        found[is_late] = ends.lengths
+    assert found[False] == found[True] == [2, 3, None]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral with a window", pytest.param("gemma3", marks=pytest.mark.full)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from drumline.data.batches import TokenBatch
 from drumline.errors import PlanError
 from drumline.models.build import lay_out
 from drumline.models.shards import Values
-from drumline.parallel import norms
+from drumline.parallel import data_parallel, norms
 from drumline.parallel.native import NativeEngine, prepare
+from drumline.parallel.norms import GROWTH_INTERVAL, LossScale
 from drumline.parallel.optimizer import build_optimizer, masks
 from drumline.parallel.transforms import WRITTEN, apply_activation_checkpointing, blocks, selective
 from drumline.vendor.torch import TorchDispatchMode
@@ -172,6 +174,51 @@ def test_an_overflow_forgets_the_gradient_and_lowers_the_fp16_scale(model_dir: P
     assert all(torch.equal(t, before[n]) for n, t in made.tensors().items())
     assert made.state()["scaler"]["scale"] == 2.0**39
     assert all(p.grad is None for p in made.named.values())
+
+
+def test_the_loss_scale_grows_and_shrinks_without_the_host() -> None:
+    yes, no = torch.tensor(True), torch.tensor(False)
+    scale = LossScale(8.0, enabled=True, device="cpu")
+    scale.load({"scale": 8.0, "good_steps": GROWTH_INTERVAL - 1})
+    scale.update(is_stepped=no, is_overflow=no)
+    assert scale.state() == {"scale": 8.0, "good_steps": GROWTH_INTERVAL - 1}
+    scale.update(is_stepped=yes, is_overflow=no)
+    assert scale.state() == {"scale": 16.0, "good_steps": GROWTH_INTERVAL}
+    scale.update(is_stepped=no, is_overflow=yes)
+    assert scale.state() == {"scale": 8.0, "good_steps": 0}
+    # Tensors without numbers raise where the host reads one.
+    nowhere = LossScale(8.0, enabled=True, device="meta")
+    nowhere.unscale([torch.ones(3, device="meta")])
+    nowhere.update(is_stepped=yes.to("meta"), is_overflow=no.to("meta"))
+    with pytest.raises(RuntimeError, match="meta"):
+        nowhere.state()
+
+
+def test_a_bucket_of_gradients_moves_nothing_to_the_device_or_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = [nn.Parameter(torch.ones(3, device="meta")), nn.Parameter(torch.ones(2, device="meta"))]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    sent = []
+
+    def all_reduce(tensor: torch.Tensor, **_: Any) -> Any:
+        sent.append(tensor.shape)
+        return SimpleNamespace(wait=lambda: None)
+
+    def copy_to_the_device(*_: Any, **__: Any) -> None:
+        raise AssertionError("a tensor is made of numbers of the host")
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch, "tensor", copy_to_the_device)
+    group: Any = None
+    bucket = data_parallel._Bucket(weights, group)
+    bucket.unpack(2)
+    assert sent == [(3 + 2 + 2,)]
+
+
+def test_an_fp16_step_is_decided_on_the_device(model_dir: Path) -> None:
+    assert engine(model_dir, "fp16").masks
 
 
 def test_a_loss_that_jumps_is_no_overflow(model_dir: Path) -> None:
