@@ -92,7 +92,7 @@ QWEN_QLORA: dict[str, Any] = {"kind": "zero2", "options": {
     "zero_optimization": {"allgather_bucket_size": 200_000_000, "reduce_bucket_size": 200_000_000, "overlap_comm": True},
 }}  # fmt: skip
 H100, A800 = {"device": "h100-80g", "per_node": 8}, {"device": "a800-80g", "per_node": 8}
-# torchtitan's H100 have 96 GB of HBM2e at 2.4 TB/s (its docs/performance.md).
+# torchtitan's H100 have 96 GB of HBM2e at 2.4 TB/s (its page of performance figures).
 HBM2E: dict[str, float] = {"memory_bytes": int(95.0 * GiB), "bandwidth": 2.4e12}
 
 

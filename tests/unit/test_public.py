@@ -30,7 +30,7 @@ def test_importing_it_imports_no_torch() -> None:
 
 @pytest.mark.slow
 def test_plan() -> None:
-    found = drumline.plan(model="llama-3.1-8b", cluster="2x4090", length=1024, adapter="lora")
+    found = drumline.plan(model="llama-3.1-8b", cluster="2x4090", length=512, adapter="lora")
     best = found.best
     assert best is found.ranked[0] and best.verdict == "fits" and best.memory_bytes < 24e9 and best.tokens_per_s > 0
     config = load_text(best.yaml(), [])

@@ -153,7 +153,7 @@ class FSDP2Strategy(Degrees):
         waits = (not self.sync_each_micro_batch and layout.batch.accumulation > 1) or piped
         unreduced = reduced * whole.trainable if waits else 0
         of_head, of_embedding = 0.0, 0.0
-        if self.ends_apart and self.reshard_after_forward:
+        if self.ends_apart and self.reshards:
             embedding, head, rest = ends_by_unit(facts, mine, tp)
             of_embedding, of_head, gathered = (
                 width * (has.entries - has.low) + frozen * has.low for has in (embedding, head, rest)
@@ -203,7 +203,7 @@ class FSDP2Strategy(Degrees):
         reductions = rounds if self.sync_each_micro_batch and not piped else 1
         beside: Beside = "backward" if reductions == rounds else "last"
         volume.add("all_gather", rooted * root, shards, "shard", rooted)
-        if self.ends_apart and self.reshard_after_forward and has["embedding_trainable"]:
+        if self.ends_apart and self.reshards and has["embedding_trainable"]:
             again = rooted * width * has["embedding_trainable"]
             volume.add("all_gather", again, shards, "shard", rooted, "backward")
         ranks = shards // layout.mesh.ep  # of experts that lie on some data ranks
