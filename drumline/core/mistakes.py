@@ -54,7 +54,8 @@ def first_mistake(error: ValidationError, where: Where = dotted) -> ConfigError:
     """Return the first mistake as a ConfigError, whose notes (`__notes__`) are the lines of the next few, and a count of the others.
 
     Takes time that is linear in the number of mistakes: one file may have tens of thousands."""
-    details = error.errors(include_url=False)
+    # A default that is made from other values is not made where these are wrong: no mistake of its own.
+    details = [each for each in error.errors(include_url=False) if each["type"] != "default_factory_not_called"]
     # Unknown keys go first: a misspelt key also makes the right one look as if it were missing.
     details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
     by_place: dict[Place, list[Any]] = {}  # a value that is of none of several types is one mistake
@@ -87,7 +88,7 @@ def _nearest(details: Sequence[Any]) -> Any:
     """Of what pydantic says of a value that may have several types: the line of the type that this one is nearest to."""
     for detail in details:
         text, fraction = isinstance(detail["input"], str), isinstance(detail["input"], float)
-        if (text and detail["type"] == "value_error") or (fraction and not detail["type"].startswith(("int", "literal"))):
+        if (text and detail["type"] == "value_error") or (fraction and not detail["type"].startswith(("int", "literal", "string"))):
             return detail
     return details[0]
 

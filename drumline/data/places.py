@@ -184,9 +184,22 @@ def find(pattern: str, base_dir: Path) -> list[Path]:
         if path.is_file():
             found.setdefault(path.resolve(), path)
     if not found:
-        kind = "no file matches" if glob.has_magic(pattern) else "no such file:"
-        raise DataError(f"{kind} {full}", where="data source", fix="paths are relative to the folder of the YAML")
+        raise _not_found(pattern, full)
     return list(found.values())
+
+
+def _not_found(pattern: str, full: str) -> DataError:
+    """Return the error for a pattern that names no regular file. `full`: it with the folder of the YAML."""
+    if glob.has_magic(pattern):
+        what, fix = f"no file matches {full}", "paths are relative to the folder of the YAML"
+    elif Path(full).is_dir():
+        what, fix = f"it is a folder, not a file: {full}", "name the files in it, such as FOLDER/*.jsonl"
+    elif Path(full).exists():
+        what = f"it is a device, pipe or socket, not a file: {full}"
+        fix = "write its content to a file: rows are read more than once"
+    else:
+        what, fix = f"no such file: {full}", "paths are relative to the folder of the YAML"
+    return DataError(what, where="data source", fix=fix)
 
 
 def _matches(pattern: str) -> Iterator[str]:

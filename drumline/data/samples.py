@@ -32,6 +32,7 @@ from drumline.models.containers import each_tensor
 from drumline.vendor.torch import tree_leaves
 
 NAME_COLLATE = "name a function of yours as algorithm.collate: it gets a list of rows"
+MOST_SAMPLES = 2**31 - 1  # what the order of samples counts in
 COMPARED = 16  # rows of a function that are compared, evenly spaced
 SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 Drawn = Callable[[], AbstractContextManager[None]]  # within, what a dataset draws is the same in each process: dist.seeds.Draws.used
@@ -75,12 +76,23 @@ def read_samples(sources: Sequence[Source], base_dir: Path, drawn: Drawn = nullc
             require_samples(found, describe(source))
             if not indexed(found):
                 found = imported(partial(list, islice(found, source.limit)), source.label, "data source", doing="reading")
-        if source.limit is not None and source.limit < len(found):
+        number = _count(found, source)
+        if source.limit is not None and source.limit < number:
             found = torch.utils.data.Subset(found, range(source.limit))
-        if not len(found):
+        if number == 0:
             raise DataError("has no samples", where=describe(source))
         parts.append(found)
     return Samples(parts, all(source.is_built_in for source in sources))
+
+
+def _count(dataset: Any, source: Source) -> int:
+    """Return the length of a dataset of a source. Raises DataError for one that is not a number of samples."""
+    number = imported(partial(len, dataset), source.label, "data source", doing="asking for the length of")
+    least = number if source.limit is None else min(number, source.limit)
+    if least > MOST_SAMPLES:
+        what = f"its length is {number:,}, more samples than can be numbered"
+        raise DataError(what, where=describe(source), fix="check its __len__, or set the source's limit")
+    return int(number)
 
 
 def _open(source: Source, base_dir: Path) -> Any:

@@ -327,6 +327,20 @@ def test_sources_of_an_override_are_those_of_a_yaml(
     assert [{**source.model_dump(), **said} for source, said in zip(sources, expected, strict=True)] == [s.model_dump() for s in sources]
 
 
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ("eval.every=2.5", "override eval.every=2.5: 2.5 given, a whole number is wanted — the default is null"),
+        ("eval.metric=null", 'override eval.metric=null: nothing given, text is wanted — the default is "loss"'),
+    ],
+)
+def test_a_default_that_depends_on_a_mistake_is_none_itself(change: str, line: str) -> None:
+    """`eval.mode` follows from `eval.metric`."""
+    with pytest.raises(ConfigError) as error:
+        load_text(DATA, [change])
+    assert error.value.line() == line and not getattr(error.value, "__notes__", [])
+
+
 @pytest.mark.parametrize("path", [".", "/", "", ".."])
 def test_a_folder_is_no_config(path: str) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import sqlite3
 from collections.abc import Callable
 from functools import partial
@@ -347,3 +348,9 @@ def test_a_database_that_cannot_be_read(database: Path, monkeypatch: pytest.Monk
     line = complaint({"kind": "sql", **keys}, database, UserError)
     assert says in line and "sEcret" not in line
     assert values({"query": "t", "path": "rows.db"}, database) == ROWS, "nothing is lost"
+
+
+def test_what_is_there_and_no_file_is_not_called_missing(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    assert "it is a device, pipe or socket, not a file" in complaint("rows.jsonl", tmp_path)
+    assert "no such file: " in complaint("gone.jsonl", tmp_path)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from drumline.algorithms.python.objective import FIELDS, OURS, PythonObjective
-from drumline.core.data import FileSource
+from drumline.core.data import FileSource, PythonSource
 from drumline.core.load import Loaded, load, saved_config
 from drumline.core.plan import Plan
 from drumline.core.registry import _own
@@ -184,6 +184,26 @@ def test_rows_of_each_kind_are_samples(tmp_path: Path) -> None:
             assert torch.equal(batch["x"], torch.tensor([[0.5, 1], [2, 3]], dtype=torch.float64))
         if "y" in batch:
             assert torch.equal(batch["y"], torch.tensor([1, 0])) and batch["name"] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("length", "line"),
+    [
+        ("-1", r"asking for the length of d\.py:rows raised ValueError"),
+        ("1 / 0", r"asking for the length of d\.py:rows raised ZeroDivisionError"),
+        ("10**17", r"its length is 100,000,000,000,000,000, more samples than can be numbered"),
+    ],
+)
+def test_a_dataset_whose_length_is_none(tmp_path: Path, length: str, line: str) -> None:
+    code = f"""
+class Rows:
+    def __len__(self): return {length}
+    def __getitem__(self, i): return i
+def rows(): return Rows()
+"""
+    (tmp_path / "d.py").write_text(code)
+    with pytest.raises(UserError, match=line):
+        read_samples([PythonSource(path="d.py:rows")], tmp_path)
 
 
 def test_a_changed_file_is_other_data(tmp_path: Path) -> None:
