@@ -188,6 +188,10 @@ def _report_silent_end(ends: list[RankEnd], code: int, signal: int) -> None:
         say(f"{label}: {reported[0].name}: {reported[0].message}")
     elif code == 1 and signal:
         say("error: asked to stop, but the ranks did not save in time and were killed")
+    elif code and not signal:
+        # A script that ends with a code of its own, which may be one of ours.
+        cause = root_cause(ends)
+        say(f"error: {cause.name} {cause.message}; see {cause.log}")
 
 
 def _read_session(logs: Path) -> SessionOfScript | None:

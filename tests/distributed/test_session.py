@@ -14,7 +14,7 @@ import torch
 from drumline.checkpoint.load import check, load, newest
 from tests.faults.live import gone, kill, wait_for
 from tests.forks import Forked
-from tests.harness import ENV, events, losses
+from tests.harness import ENV, drumline, events, losses
 
 LOOP = Path(__file__).with_name("session_loop.py")
 
@@ -123,3 +123,12 @@ def test_a_mistake_is_one_line() -> None:
     code = "import drumline; drumline.session('fsdp3', global_samples=8)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, timeout=60)
     assert done.returncode == 2 and done.stderr.startswith("error: session: strategy") and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_script_that_ends_with_a_code_of_its_own_is_reported(tmp_path: Path) -> None:
+    """3 is also the code of a run that a policy stopped, which says so itself."""
+    script = tmp_path / "three.py"
+    script.write_text("import sys\nsys.exit(3)\n")
+    ended = drumline("launch", script, "--nproc", 1, cwd=tmp_path)
+    assert ended.code == 3
+    assert "error: rank 0 exited with 3; see " in ended.err
