@@ -40,7 +40,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a sum is taken for a mean", "parallel/native.py",
-        "(loss_sum * (self.averaged_over / denominator", "(loss_sum * (1 / denominator",
+        "(loss_sum * self.loss_scale.scale(self.averaged_over / denominator", "(loss_sum * self.loss_scale.scale(1 / denominator",
         (f"{PARITY}[ddp 2, accumulation 4-clipped hard]",),
     ),
     Mutation(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
@@ -16,6 +17,7 @@ Kernel = Literal["masked", "documents", "varlen", "flash_attention_2", "flash_at
 PACKAGES: dict[Kernel, str] = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}
 PREFIX, ELSE = "drumline_by_", "_else_"
 LARGEST_HEAD = 256  # entries of a head that FlashAttention's kernels take, in steps of 8
+_is_padded: ContextVar[bool | None] = ContextVar("is_padded", default=None)  # see known_padding
 
 
 class Choice(NamedTuple):
@@ -81,6 +83,24 @@ def name_of(kernel: Kernel, before: str) -> str:
 def by_documents(model: Any) -> bool:
     """Whether the model attends by documents where a batch has them."""
     return str(getattr(getattr(model, "config", None), "_attn_implementation", "")).startswith(PREFIX)
+
+
+@contextlib.contextmanager
+def known_padding(is_padded: bool) -> Iterator[None]:
+    """Say of a batch without documents whether rows have padding.
+
+    transformers would look at the mask on the device before each token, and the host would wait.
+    """
+    token = _is_padded.set(is_padded)
+    try:
+        yield
+    finally:
+        _is_padded.reset(token)
+
+
+def has_padding() -> bool | None:
+    """Return what `known_padding` said around this call; None where nothing is known."""
+    return _is_padded.get()
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from drumline.core.attention import Kernel, by_documents, choose, name_of
+from drumline.core.attention import Kernel, by_documents, choose, has_padding, name_of
 from drumline.core.plan import Layout
 from drumline.core.threads import on_this_gpu
 from drumline.foreign import first_line
@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 # Config keys of GPT-2, Llama and BERT for dropout over attention's scores.
 SCORE_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
 _batch: ContextVar[Any] = ContextVar("batch")  # the one that a model runs on
-_is_padded: ContextVar[bool | None] = ContextVar("is_padded", default=None)  # see known_padding
 
 
 @dataclass(eq=False)
@@ -148,16 +147,6 @@ def attending(model: Any, batch: Any, sequence: SequencePart | None = None) -> I
         _batch.reset(token)
 
 
-@contextlib.contextmanager
-def known_padding(is_padded: bool) -> Iterator[None]:
-    """Say of a batch without documents whether rows have padding: transformers would look at the mask before each token, and wait."""
-    token = _is_padded.set(is_padded)
-    try:
-        yield
-    finally:
-        _is_padded.reset(token)
-
-
 def mask(kernel: Kernel, head_dim: int, before: str, **options: Any) -> Any:
     """In the place of a mask function of transformers: `Documents` of the batch in hand; None where is_causal says it all. Without a
     batch, and for patterns that are neither all tokens nor causal ones nor a window of these, the mask of `before`."""
@@ -181,7 +170,7 @@ def mask(kernel: Kernel, head_dim: int, before: str, **options: Any) -> Any:
         options["attention_mask"], positions_BT = None, batch.position_ids_BT
         if (documents_BT := find_packed_sequence_indices(positions_BT)) is not None:
             options["mask_function"] = packed_mask(options["mask_function"], positions_BT, documents_BT)
-    is_padded = _is_padded.get()
+    is_padded = has_padding()
     if batch is None and is_padded is True:
         options["allow_is_causal_skip"] = False
     elif batch is None and is_padded is False:

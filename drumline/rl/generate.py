@@ -26,13 +26,13 @@ import torch.distributed as dist
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StoppingCriteria, TopKLogitsWarper, TopPLogitsWarper
 
 from drumline.core import rollouts as c
+from drumline.core.attention import known_padding
 from drumline.core.heartbeat import alive
 from drumline.core.threads import on_this_gpu
 from drumline.data.templates import end_ids
 from drumline.dist.reduce import from_all
 from drumline.dist.seeds import derive
 from drumline.errors import DataError, ModelError, PlanError
-from drumline.models.attention import known_padding
 from drumline.vendor.transformers import DynamicLayer, DynamicSlidingWindowLayer, ask_the_host
 
 WHERE = "algorithm.generator"

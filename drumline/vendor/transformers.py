@@ -51,11 +51,11 @@ def packed_mask(mask_function: Callable[..., Any], positions_BT: Any, documents_
 def import_without_torchao() -> None:
     """Import transformers' quantizers and leave torchao for whoever needs it: its import takes seconds and initialises CUDA, after
     which no fork of the process can use a GPU."""
-    utils = import_module("transformers.utils")
+    utils: Any = import_module("transformers.utils")
     is_torchao_available = utils.is_torchao_available
     utils.is_torchao_available = lambda *_: False
     try:
-        quantizer = import_module("transformers.quantizers.quantizer_torchao")
+        quantizer: Any = import_module("transformers.quantizers.quantizer_torchao")
     finally:
         utils.is_torchao_available = is_torchao_available
     quantizer.is_torchao_available = is_torchao_available
@@ -82,11 +82,11 @@ def ask_the_host(model: Any, goes_on: Callable[..., bool]) -> Iterator[None]:
 
 def _replace_stop_check(utils: Any) -> None:
     """Let newer versions read their tensor (`StopCheck`) only where the host does not know the end; older ones have no such class."""
-    theirs = getattr(utils, "StopCheck", None)
+    theirs: Any = getattr(utils, "StopCheck", None)
     if theirs is None or getattr(theirs, "is_of_drumline", False):
         return
 
-    class StopCheck(theirs):  # type: ignore[misc]
+    class StopCheck(theirs):
         is_of_drumline = True
 
         def __call__(self, *given: Any, **options: Any) -> bool:
