@@ -163,10 +163,8 @@ def measure(run: Run, folder: Path) -> dict[str, Any]:
         return {**row, "out_of_memory": True, "categories": {}}
     categories = held_against(path)
     tokens_per_s = 2 * run.micro_batch * run.length / categories["seconds"]["measured"]
-    mfu = None
-    if plan.predicted.flops_per_token and plan.predicted.peak_flops_per_device:
-        mfu = tokens_per_s * plan.predicted.flops_per_token / plan.predicted.peak_flops_per_device
-    return {**row, "out_of_memory": False, "categories": categories, "tokens_per_s": tokens_per_s, "mfu": mfu}
+    speed = {"tokens_per_s": tokens_per_s, "mfu": plan.predicted.mfu(tokens_per_s)}
+    return {**row, "out_of_memory": False, "categories": categories, **speed}
 
 
 def train(path: Path, steps: int) -> None:

@@ -118,9 +118,10 @@ def _medians(runs: dict[str, list[dict[str, Any]]], predicted: Any) -> dict[str,
     """Of the runs that did not fail."""
     good = {name: [row for row in rows if "failed" not in row] for name, rows in runs.items()}
     medians = {name: {key: statistics.median(r[key] for r in rows) for key in rows[0]} for name, rows in good.items() if rows}
-    if predicted.flops_per_token and predicted.peak_flops_per_device:
-        for row in medians.values():
-            row["mfu"] = row["tokens_per_s"] * predicted.flops_per_token / predicted.peak_flops_per_device
+    for row in medians.values():
+        mfu = predicted.mfu(row["tokens_per_s"])
+        if mfu is not None:
+            row["mfu"] = mfu
     return medians
 
 

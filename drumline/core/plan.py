@@ -258,6 +258,15 @@ class Predicted(Frozen):
     peak_flops_per_device: float | None = Field(None, description="Datasheet rate of the compute type, FLOP/s; null where unknown.")
     estimate: Estimate | None = Field(None, description="Memory, seconds and traffic by category; null where the model is not known.")
 
+    def mfu(self, tokens_per_s: float, devices: int = 1) -> float | None:
+        """Return the share of the devices' datasheet rate that model FLOPs take; None where either is unknown.
+
+        `tokens_per_s`: of all `devices` together.
+        """
+        if not self.flops_per_token or not self.peak_flops_per_device:
+            return None
+        return tokens_per_s * self.flops_per_token / (self.peak_flops_per_device * devices)
+
 
 class Plan(Layout):
     """One run, resolved. `config` is what the user wrote, with every default filled in."""

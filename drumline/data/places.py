@@ -192,8 +192,6 @@ def _not_found(pattern: str, full: str) -> DataError:
     """Return the error for a pattern that names no regular file. `full`: it with the folder of the YAML."""
     if glob.has_magic(pattern):
         what, fix = f"no file matches {full}", "paths are relative to the folder of the YAML"
-    elif Path(full).is_dir():
-        what, fix = f"it is a folder, not a file: {full}", "name the files in it, such as FOLDER/*.jsonl"
     elif Path(full).exists():
         what = f"it is a device, pipe or socket, not a file: {full}"
         fix = "write its content to a file: rows are read more than once"

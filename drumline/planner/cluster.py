@@ -10,7 +10,7 @@ from typing import Literal
 from drumline.core.cluster import ClusterConfig
 from drumline.core.config import Config
 from drumline.hardware import catalog
-from drumline.hardware.cluster import Calibration, Cluster, DeviceSpec, calibration_for, hardware, is_processor, read_calibration
+from drumline.hardware.cluster import Calibration, Cluster, DeviceSpec, Link, calibration_for, hardware, is_processor, read_calibration
 from drumline.hardware.detect import Machine
 
 # FLOP of fp32 in a cycle of one core: two fused multiply-adds on eight numbers each (AVX2: Intel's and AMD's optimisation manuals).
@@ -92,6 +92,11 @@ def _named(described: ClusterConfig, device: DeviceSpec, machine: Machine) -> tu
     return named, () if same else (f"{where}, and used for {'this machine' if of_processor else device.name}",)
 
 
+def usual_inter(intra: str, per_node: int) -> Link:
+    """Return the link that is assumed between hosts of `per_node` devices. `intra`: the name of the link within one."""
+    return ClusterConfig().link(catalog.usual_network(intra, per_node)[0])
+
+
 def cluster_here(config: Config, machine: Machine, device: Literal["cpu", "cuda"], world: int) -> tuple[Cluster, list[str]]:
     """The devices that `world` processes have: the YAML's where it describes these, else those found; and a line where it does not.
     `device`: what the run computes on, which may be the CPU of a host with GPUs."""
@@ -102,9 +107,8 @@ def cluster_here(config: Config, machine: Machine, device: Literal["cpu", "cuda"
     described = cluster_of(config.cluster, machine, share, measured)
     here = cluster_of(None, machine, share, measured)
     per_node = next(n for n in range(min(here.per_node, share), 0, -1) if world % n == 0)
-    network = catalog.usual_network(here.intra.name, per_node)[0]
-    here = replace(here, inter=ClusterConfig().link(network))
-    here = replace(here, per_node=per_node, nodes=world // per_node)  # the first `world` devices, or as many such hosts as they need
+    # The first `world` devices, or as many such hosts as they need.
+    here = replace(here, per_node=per_node, nodes=world // per_node, inter=usual_inter(here.intra.name, per_node))
     if described.world_size == world and described.device.kind == here.device.kind and described.device.name == here.device.name:
         return described, list(network_assumed(config.cluster, described.nodes, described.inter.name))
     other = f"the cluster of the YAML ({described.world_size} × {described.device.name}) is not the one here ({world} × {here.device.name})"
@@ -151,11 +155,7 @@ def found(machine: Machine, processes: int, calibration: Calibration | None = No
         per_node = len(used)
     else:
         spec, per_node, measured = processor(machine, processes), processes, measured.shared(processes)
-    intra, host_link, network = (
-        catalog.LINKS[spec.intra],
-        catalog.LINKS[spec.host_link],
-        ClusterConfig().link(catalog.usual_network(spec.intra, per_node)[0]),
-    )
+    intra, host_link, network = catalog.LINKS[spec.intra], catalog.LINKS[spec.host_link], usual_inter(spec.intra, per_node)
     nodes, host = -(-processes // per_node), machine.memory_bytes
     return Cluster(spec, per_node, nodes, intra, network, host_link, host, found=True, calibration=measured, notes=notes)
 

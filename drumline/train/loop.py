@@ -267,11 +267,8 @@ class Loop:
         _, _, data, comm, memory, *devices, _ = flight.by_rank  # of the waits the mean is shown (NaN: not measured)
         if devices and self.meter is not None and (read := self.meter.event(flight.step, devices)):
             self.emit(read)
-        predicted = self.plan.predicted
         rate = flight.tokens / seconds
-        mfu = None
-        if predicted.flops_per_token and predicted.peak_flops_per_device:
-            mfu = rate * predicted.flops_per_token / (predicted.peak_flops_per_device * world * self.plan.devices_per_rank)
+        mfu = self.plan.predicted.mfu(rate, world * self.plan.devices_per_rank)
         data_s, comm_s = sum(data) / world, sum(comm) / world
         total = self.plan.data.epoch if self.plan.data else 0
         event = Step(

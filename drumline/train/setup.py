@@ -53,7 +53,7 @@ from drumline.planner.cost.times import estimate
 from drumline.planner.faults import MTBF_HOURS, campaign
 from drumline.planner.new_tokens import rows_notes, with_new_rows
 from drumline.planner.question import Found, assemble, find_model, require_adapter, roles_of
-from drumline.planner.search.answer import Candidate
+from drumline.planner.search.answer import Candidate, Question
 from drumline.planner.search.auto import choose, choose_compile
 from drumline.planner.search.budget import kinds_of, within_budget
 from drumline.report.bars import OnProgress, notes
@@ -105,14 +105,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     cluster, why = cluster_here(config, machine, device, processes_of(config, machine, device, request.world_size))
     processes = request.world_size is not None or config.launch.nproc is not None
     question = assemble(config, policy, roles, data, cluster, processes=processes)
-    if config.strategy.planned:
-        config, reason = choose(question)
-        why = [reason, *why] if reason else why
-    else:
-        why = []
-    config, compiling = choose_compile(replace(question, config=config))
-    if compiling:
-        why = [*why, compiling]
+    config, why = _choose_open_keys(question, why)
     plan = _resolved(request, config, machine, data, facts=question.facts, model_path=policy.path, roles=roles)
     _require_runs(plan)
     if not dry_run:
@@ -126,6 +119,19 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         plan = within_budget(plan, question.facts, cluster, kinds_of(config.memory))
     plan = predict(plan.model_copy(update={"why": [*why, *plan.why]}), question.facts, cluster)
     return _with_saves(plan, question.facts, cluster) if config.checkpoint.every == "auto" else plan
+
+
+def _choose_open_keys(question: Question, about_cluster: list[str]) -> tuple[Config, list[str]]:
+    """Return the config with what it leaves to the planner, the strategy and whether to compile, and why.
+
+    `about_cluster`: lines on the devices that a strategy is chosen for.
+    """
+    config, why = question.config, list[str]()
+    if config.strategy.planned:
+        config, reason = choose(question)
+        why = [reason, *about_cluster] if reason else about_cluster
+    config, compiling = choose_compile(replace(question, config=config))
+    return config, [*why, compiling] if compiling else why
 
 
 def _data_of(config: Config, policy: Found, base: Path, dry_run: bool, on_progress: OnProgress) -> DataPlan | None:

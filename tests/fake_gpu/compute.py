@@ -320,17 +320,15 @@ def _flash_forward(result: Any, values: dict[str, Any]) -> None:
     _write(result[1], log_sum_exp)
 
 
+def _gradients(grad_out: Any, values: dict[str, Any], bias: Any = None) -> Any:
+    """Return the gradients of queries, keys, values and bias of one call of attention."""
+    tensors = [values[name] for name in ("query", "key", "value", "out", "logsumexp")]
+    mask = Mask.of(values["is_causal"])
+    return attention.backward(grad_out, *tensors, mask=mask, scale=values["scale"], bias=bias)
+
+
 def _flash_backward(result: Any, values: dict[str, Any]) -> None:
-    gradients = attention.backward(
-        values["grad_out"],
-        values["query"],
-        values["key"],
-        values["value"],
-        values["out"],
-        values["logsumexp"],
-        Mask.of(values["is_causal"]),
-        values["scale"],
-    )
+    gradients = _gradients(values["grad_out"], values)
     for target, gradient in zip(result, gradients, strict=False):
         _write(target, gradient)
 
@@ -346,17 +344,7 @@ def _efficient_forward(result: Any, values: dict[str, Any]) -> None:
 
 
 def _efficient_backward(result: Any, values: dict[str, Any]) -> None:
-    gradients = attention.backward(
-        values["grad_out_"],
-        values["query"],
-        values["key"],
-        values["value"],
-        values["out"],
-        values["logsumexp"],
-        Mask.of(values["is_causal"]),
-        values["scale"],
-        values["attn_bias"],
-    )
+    gradients = _gradients(values["grad_out_"], values, values["attn_bias"])
     for target, gradient in zip(result, gradients, strict=True):
         if target is not None:
             _write(target, gradient)

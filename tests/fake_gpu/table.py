@@ -229,9 +229,7 @@ ROWS += [
     }.items()
     for strategy in ("one device", "fsdp2 2")
 ]
-# Why a row fails today. Strict, so that a line goes out with its defect.
-DEFECTS: dict[str, str] = {}
-# Rows whose steps copy from pageable memory, and why.
+# Rows whose steps copy from pageable memory, and why. Strict, so that a line goes out with its defect.
 CUT_BY_INDICES = "models/sequence.py makes the places of its part on the host at each cut"
 MARKED_BUCKETS = "parallel/data_parallel.py marks on the host which gradients a bucket has"
 SCALES = "strategies/zero/engine.py makes the norm's numbers on the host"

@@ -64,19 +64,9 @@ SIZES = [
     Size("3B, tp 2", "llama-3.2-3b", 2048, 2, 2, "tp", 1, FULL),
     Size("8B, fsdp2 4, full checkpointing", "llama-3.1-8b", 4096, 1, 4, "fsdp2", 4, FULL),
 ]
-DEFECTS: dict[str, str] = {}
 
 
-def sizes() -> list[Any]:
-    params = []
-    for size in SIZES:
-        known = DEFECTS.get(size.name)
-        marks = [] if known is None else [pytest.mark.xfail(strict=True, reason=known)]
-        params.append(pytest.param(size, id=size.name, marks=marks))
-    return params
-
-
-@pytest.mark.parametrize("size", sizes())
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: size.name)
 def test_the_allocator_hands_out_what_is_planned(size: Size, tmp_path: Path) -> None:
     shape = find(size.model)
     assert shape is not None

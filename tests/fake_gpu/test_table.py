@@ -21,7 +21,6 @@ from tests.fake_gpu.environment import PYTHON
 from tests.fake_gpu.ledger_file import LedgerFile
 from tests.fake_gpu.running import machine, run_ranks
 from tests.fake_gpu.table import (
-    DEFECTS,
     PAGEABLE,
     QUIET_STEP,
     ROWS,
@@ -33,6 +32,8 @@ from tests.harness import events, losses, write_config
 from tests.tiny import tiny_architecture_dir, tiny_model_dir
 
 BY_NAME = {row.name: row for row in ROWS}
+# A row that goes on from a checkpoint has the steps of the row without a stop.
+COUNTED = [row for row in ROWS if not row.continues]
 COUNTS = Path(__file__).parent / "counts.json"
 pytestmark = [
     pytest.mark.full,
@@ -177,9 +178,7 @@ def _slug(name: str) -> str:
 
 
 def _group(row: Row) -> str:
-    """Rows that one process group trains; a row that is known to fail has one of its own."""
-    if row.name in DEFECTS:
-        return row.name
+    """Return the name of the process group that trains a row."""
     engines = "zero" if engine_of(row) == "zero" else "native"
     order = "resumed" if row.continues else "new"
     return f"{row.world_size} {engines} {order}"
@@ -198,17 +197,21 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Runs(tmp_path_factory.mktemp("fake-gpu"), rows)
 
 
-def params(rows: list[Row], defects: dict[str, str]) -> list[Any]:
-    """Return the rows as parameters; those with a known defect of the product are to fail."""
+def name_of(row: Row) -> str:
+    return row.name
+
+
+def rows_with_defects() -> list[Any]:
+    """Return the counted rows as parameters; those that copy from pageable memory are to fail."""
     chosen = []
-    for row in rows:
-        known = defects.get(row.name)
+    for row in COUNTED:
+        known = PAGEABLE.get(row.name)
         marks = [] if known is None else [pytest.mark.xfail(strict=True, reason=known)]
         chosen.append(pytest.param(row, id=row.name, marks=marks))
     return chosen
 
 
-@pytest.mark.parametrize("row", params(ROWS, DEFECTS))
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_losses_are_those_of_the_cpu(runs: Runs, row: Row) -> None:
     run = runs.folder(row)
     reference = runs.reference(row)
@@ -222,11 +225,7 @@ def test_losses_are_those_of_the_cpu(runs: Runs, row: Row) -> None:
     assert held_out[0] == pytest.approx(held_out[1], rel=row.tolerance)
 
 
-# A row that goes on from a checkpoint has the steps of the row without a stop.
-COUNTED = [row for row in ROWS if not row.continues and row.name not in DEFECTS]
-
-
-@pytest.mark.parametrize("row", params(COUNTED, {}))
+@pytest.mark.parametrize("row", COUNTED, ids=name_of)
 def test_a_step_launches_and_waits_as_committed(
     runs: Runs, row: Row, request: pytest.FixtureRequest
 ) -> None:
@@ -238,7 +237,7 @@ def test_a_step_launches_and_waits_as_committed(
     assert found == committed[row.name]
 
 
-@pytest.mark.parametrize("row", params(COUNTED, PAGEABLE))
+@pytest.mark.parametrize("row", rows_with_defects())
 def test_a_step_copies_nothing_from_pageable_memory(runs: Runs, row: Row) -> None:
     waits = _counts(runs, row)["waits"]
     assert not [wait for wait in waits if wait.startswith("copy from pageable memory")]

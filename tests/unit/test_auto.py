@@ -86,12 +86,12 @@ HERE: list[tuple[dict[str, Any] | str | None, Machine, Any, int, tuple[int, int,
 ]
 
 
-@pytest.mark.parametrize(("said", "machine", "device", "world", "expected", "told"), HERE)
+@pytest.mark.parametrize(("said", "machine", "device", "world", "expected", "is_other"), HERE)
 def test_it_is_planned_for_what_is_here(
-    said: Any, machine: Machine, device: Any, world: int, expected: tuple[int, int, str], told: bool
+    said: Any, machine: Machine, device: Any, world: int, expected: tuple[int, int, str], is_other: bool
 ) -> None:
     cluster, why = cluster_here(Config.model_validate({**DATA, "cluster": said}), machine, device, world)
     assert (cluster.per_node, cluster.nodes, cluster.device.kind) == expected
-    assert any("is not the one here" in line for line in why) is told
+    assert any("is not the one here" in line for line in why) is is_other
     assert any("cluster.inter is not set" in line for line in why) is (cluster.nodes > 1 and said is None)
-    assert said is None or told or cluster.inter.bandwidth == pytest.approx(50e9)
+    assert said is None or is_other or cluster.inter.bandwidth == pytest.approx(50e9)

@@ -61,6 +61,24 @@ bool in_pieces(
   return true;
 }
 
+// All ranks show their elements, and those that get the result add up what they see.
+ncclResult_t reduce_in_pieces(
+    const char* name, const void* from, void* to, size_t count, ncclDataType_t type,
+    ncclRedOp_t operation, bool gets_result, Communicator* communicator) {
+  size_t element = standin::width(type);
+  auto exchange = [=](size_t first, size_t number) {
+    memcpy(communicator->own_arena(), (const char*)from + first * element, number * element);
+    if (!meet(communicator)) return false;
+    if (gets_result) {
+      standin::reduce((char*)to + first * element, *communicator, 0, number, type, operation);
+    }
+    return meet(communicator);
+  };
+  return run_or_wait(name, [=] {
+    return in_pieces(communicator, count, element, ARENA_BYTES / element, exchange);
+  });
+}
+
 // How often a rank has sent to, or received from, another one: messages come in order.
 int next_turn(const std::string& key) {
   static std::mutex mutex;
@@ -153,35 +171,15 @@ EXPORT ncclResult_t ncclGroupEnd() {
 EXPORT ncclResult_t ncclAllReduce(
     const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t operation,
     ncclComm_t handle, cudaStream_t) {
-  Communicator* communicator = of(handle);
-  size_t element = standin::width(type);
-  auto exchange = [=](size_t first, size_t number) {
-    memcpy(communicator->own_arena(), (const char*)from + first * element, number * element);
-    if (!meet(communicator)) return false;
-    standin::reduce((char*)to + first * element, *communicator, 0, number, type, operation);
-    return meet(communicator);
-  };
-  return run_or_wait("ncclAllReduce", [=] {
-    return in_pieces(communicator, count, element, ARENA_BYTES / element, exchange);
-  });
+  return reduce_in_pieces("ncclAllReduce", from, to, count, type, operation, true, of(handle));
 }
 
 EXPORT ncclResult_t ncclReduce(
     const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t operation, int root,
     ncclComm_t handle, cudaStream_t) {
   Communicator* communicator = of(handle);
-  size_t element = standin::width(type);
-  auto exchange = [=](size_t first, size_t number) {
-    memcpy(communicator->own_arena(), (const char*)from + first * element, number * element);
-    if (!meet(communicator)) return false;
-    if (communicator->rank == root) {
-      standin::reduce((char*)to + first * element, *communicator, 0, number, type, operation);
-    }
-    return meet(communicator);
-  };
-  return run_or_wait("ncclReduce", [=] {
-    return in_pieces(communicator, count, element, ARENA_BYTES / element, exchange);
-  });
+  bool gets_result = communicator->rank == root;
+  return reduce_in_pieces("ncclReduce", from, to, count, type, operation, gets_result, communicator);
 }
 
 EXPORT ncclResult_t ncclBroadcast(
