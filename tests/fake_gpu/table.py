@@ -231,15 +231,12 @@ ROWS += [
 ]
 # Rows whose steps copy from pageable memory, and why. Strict, so that a line goes out with its defect.
 CUT_BY_INDICES = "models/sequence.py makes the places of its part on the host at each cut"
-MARKED_BUCKETS = "parallel/data_parallel.py marks on the host which gradients a bucket has"
 SCALES = "strategies/zero/engine.py makes the norm's numbers on the host"
 TARGETS = "parallel/pipeline.py copies a micro-batch to the device within the step"
 PAGEABLE: dict[str, str] = {}
 for row in ROWS:
     if row.name.startswith(("cp 2", "fsdp2 2 x cp 2")):
         PAGEABLE[row.name] = CUT_BY_INDICES
-    if row.name.startswith(("ddp 2 x tp 2", "ddp 2 x pp 2", "ep 2")):
-        PAGEABLE[row.name] = MARKED_BUCKETS
     if row.name.startswith("zero"):
         PAGEABLE[row.name] = SCALES
     if row.name.startswith("fsdp2 2 x pp 2"):
