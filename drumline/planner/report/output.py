@@ -106,7 +106,7 @@ def chosen(candidate: Candidate) -> dict[str, Any]:
     values: dict[str, Any] = {"strategy": {"kind": strategy.kind, **strategy.model_dump(mode="json", exclude_defaults=True)}}
     batch = layout.batch
     values["batch"] = {"global_samples": batch.global_samples, "micro_batch": batch.micro_batch}
-    for name in ("memory", "precision", "compile"):
+    for name in ("memory", "precision", "compile", "checkpoint"):
         if section := getattr(candidate.config, name).model_dump(mode="json", exclude_defaults=True):
             values[name] = section
     return values
@@ -138,6 +138,10 @@ def overrides(config: Config, candidate: Candidate) -> list[str]:
     for key in ("activation_checkpointing", "checkpointed_blocks", "on_oom"):
         if getattr(memory, key) != getattr(config.memory, key):
             made.append(f"memory.{key}={getattr(memory, key)}")
+    for key in ("export", "export_adapter"):
+        value = getattr(candidate.layout.config.checkpoint, key)
+        if value != getattr(config.checkpoint, key):
+            made.append(f"checkpoint.{key}={str(value).lower()}")
     for key in ("global_samples", "micro_batch", "accumulation"):
         given = getattr(config.batch, key)
         if given != getattr(batch, key) and not (key == "global_samples" and config.batch.global_tokens is not None):

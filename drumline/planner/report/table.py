@@ -23,7 +23,7 @@ from drumline.planner.cost.fitted import group_of
 from drumline.planner.report.output import VERSION, candidate, needs_gb, overrides
 from drumline.planner.search.advice import Adapted, Change, max_batch, max_length, what_if
 from drumline.planner.search.answer import CLEARLY_LESS, GB, Answer, Candidate, Question, gb, number
-from drumline.planner.search.auto import disagreements, risk, with_little_room
+from drumline.planner.search.auto import disagreements, export_left_out, risk, with_little_room
 from drumline.planner.search.choice import slow_lines
 from drumline.planner.search.compiling import describe_compile, is_weighed
 
@@ -125,7 +125,18 @@ def show_adapted(adapted: Sequence[Adapted], console: Console, tokens: float | N
     if not _fits(_table(columns), console):
         columns[NEEDS] = list(short)
     console.print(_table(columns, styles={"": "bold"}))
+    if len(best) > 1:
+        console.print(f"Rows at once: {_at_once(best)}", style="dim", markup=False)
     console.print()
+
+
+def _at_once(best: Sequence[tuple[Adapted, Candidate]]) -> str:
+    """Return the micro-batch and checkpointing of each, which explain its memory: `full 1, LoRA 16; full checkpointing`."""
+    kinds = [checkpointing(candidate.layout).replace("none", "no") for _, candidate in best]
+    rows = [f"{adapted.name} {candidate.layout.batch.micro_batch}" for adapted, candidate in best]
+    if len(set(kinds)) == 1:
+        return f"{', '.join(rows)}; {kinds[0]} checkpointing"
+    return ", ".join(f"{row} ({kind} checkpointing)" for row, kind in zip(rows, kinds, strict=True))
 
 
 def show_ranges(candidates: Sequence[Candidate], console: Console) -> None:
@@ -307,10 +318,14 @@ def _show_remarks(answer: Answer, adapted: Sequence[Adapted], console: Console, 
         console.print(f"Row {1 + answer.ranked.index(tight)} is {with_little_room(answer)}. To take it:", markup=False)
         console.print(f"  {shlex.join(overrides(question.config, tight))}\n", markup=False)
     if question.cluster.host_memory_assumed and _host_matters(answer):
-        console.print(f"{assumed_host(question)}\n", markup=False)
-    host = first.estimate.host
-    if first.estimate.host_limit is not None and host.export > first.estimate.host_limit:
-        line = f"The export at the end of row 1 needs {gb(host.export)} of host memory; checkpoint.export=none leaves it out"
+        console.print(f"{assumed_host(answer)}\n", markup=False)
+    estimate = first.estimate
+    without = export_left_out(question.config, first)
+    if without:
+        console.print(f"Row 1: {without}.\n", markup=False)
+    elif estimate.host_limit is not None and estimate.host.export > estimate.host_limit:
+        needs = gb(estimate.host.export)
+        line = f"The export at the end of row 1 needs {needs} of host memory; checkpoint.export=none leaves it out"
         console.print(f"{line} (`drumline export` writes it later, on another machine).\n", markup=False)
 
 
@@ -332,13 +347,21 @@ def _host_matters(answer: Answer) -> bool:
     return any(refused.best is not None and not refused.best.estimate.host_fits for refused in answer.refused)
 
 
-def assumed_host(question: Question) -> str:
-    """The host memory that the plan assumes, and the key that sets it."""
-    cluster = question.cluster
+def assumed_host(answer: Answer) -> str:
+    """The host memory that the plan assumes, the key that sets it, and what row 1 takes if that is much."""
+    cluster = answer.question.cluster
     each, _ = usual_host_memory(cluster.device)
     gb_each, gb_host = each / GB, (cluster.host_memory_bytes or 0) / GB
     assumed = f"{gb_host:,.0f} GB assumed, {gb_each:,.0f} GB for each {cluster.device.name} (--devices has the source)"
-    return f"Memory of a host: {assumed}; cluster.host_memory_gb=… sets it."
+    line = f"Memory of a host: {assumed}; cluster.host_memory_gb=… sets it."
+    if not answer.ranked or not cluster.host_memory_bytes:
+        return line
+    host = answer.ranked[0].estimate.host
+    if host.running <= CLEARLY_LESS * cluster.host_memory_bytes:
+        return line
+    phases = {"while weights are loaded": host.load, "while it trains": host.train, "while it saves": host.save}
+    most = max(phases, key=lambda phase: phases[phase])
+    return f"{line} Row 1 takes {gb(phases[most])} of it {most}."
 
 
 def report_most(question: Question, kind: Kind, console: Console, top: int, as_json: bool) -> None:

@@ -21,7 +21,7 @@ from drumline.core.strategy import StrategySpec
 from drumline.errors import PlanError
 from drumline.planner.cluster import with_nodes
 from drumline.planner.derived import with_lora
-from drumline.planner.search.answer import GB, Answer, Candidate, Question, gb, why_not
+from drumline.planner.search.answer import GB, Answer, Candidate, Question, gb, is_offloaded, why_not
 from drumline.planner.search.search import CHECKPOINTING, evaluate, fits, search, search_space
 
 STEP = 64  # tokens; rows that are advised are a multiple of it long
@@ -217,11 +217,6 @@ def without_offload(question: Question) -> Change | None:
             found = search(larger, on_devices, with_room=True).ranked
             return Change(what, found[0]) if found else None
     return None
-
-
-def is_offloaded(strategy: StrategySpec) -> bool:
-    """Whether a strategy keeps optimizer states or weights in host memory or on a disk."""
-    return strategy.offloads() != ("none", "none")
 
 
 def under_adapters(question: Question) -> dict[str, Question]:

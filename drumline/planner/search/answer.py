@@ -13,6 +13,7 @@ from drumline.core.config import Config
 from drumline.core.estimate import Ends, Estimate, Frozen
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import DataPlan, Layout, RolePlan
+from drumline.core.strategy import StrategySpec
 from drumline.errors import EnvironmentFault
 from drumline.hardware.cluster import Cluster
 from drumline.planner.cost.fitted import PROBED, SPEED_ERROR, is_measured
@@ -21,8 +22,8 @@ from drumline.telemetry.truth import Measurement, compare
 GB = 1e9
 # Predicted speeds of the same kind of plan that differ by less are the same: no prediction is better than that.
 TIE = 0.03
-# What a plan of a kind without any measured run has to gain before it goes first: twice the error of those that were measured, as
-# planner.cost.fitted widens the ends of their seconds.
+# What a plan has to gain before it goes first, if no run of its kind was measured, or measured runs were much slower than predicted:
+# twice the error of the others, as planner.cost.fitted widens the ends of their seconds.
 UNMEASURED = 2 * SPEED_ERROR
 # A plan needs clearly less memory than another where it leaves so much more of the host's memory.
 CLEARLY_LESS = 0.25
@@ -169,10 +170,23 @@ def faster(estimate: Estimate, other: Estimate) -> bool:
     return estimate.tokens_per_s * (1 - TIE) > other.tokens_per_s
 
 
+def is_offloaded(strategy: StrategySpec) -> bool:
+    """Return whether a strategy keeps optimizer states or weights in host memory or on a disk."""
+    return strategy.offloads() != ("none", "none")
+
+
+def is_trusted(layout: Layout) -> bool:
+    """Return whether measured runs have confirmed the predicted speed of such layouts.
+
+    None has confirmed tensor, context or pipeline parallelism, and those that offload took up to 77% longer.
+    """
+    return is_measured(layout) and not is_offloaded(layout.strategy)
+
+
 def trusted_speed(candidate: Candidate) -> float:
-    """Tokens/s, and UNMEASURED less with tensor, context or pipeline parallelism, which no measured run has confirmed."""
+    """Return tokens/s, and UNMEASURED less if no measured run has confirmed them (`is_trusted`)."""
     speed = candidate.speed_of_run
-    return speed if is_measured(candidate.layout) else (1 - UNMEASURED) * speed
+    return speed if is_trusted(candidate.layout) else (1 - UNMEASURED) * speed
 
 
 def expected_speed(candidate: Candidate) -> float:

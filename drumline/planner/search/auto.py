@@ -16,9 +16,20 @@ from drumline.core.explain import count
 from drumline.core.stages import in_flight
 from drumline.core.strategy import StrategySpec
 from drumline.errors import PlanError
-from drumline.planner.cost.fitted import SPEED_ERROR, is_measured
+from drumline.planner.cost.fitted import SPEED_ERROR
 from drumline.planner.search.advice import nothing_fits, refusal
-from drumline.planner.search.answer import TIE, UNMEASURED, Answer, Candidate, Question, Refused, expected_speed, faster, gb
+from drumline.planner.search.answer import (
+    TIE,
+    UNMEASURED,
+    Answer,
+    Candidate,
+    Question,
+    Refused,
+    expected_speed,
+    faster,
+    gb,
+    is_trusted,
+)
 from drumline.planner.search.compiling import describe_compile, reason_against, set_compile
 from drumline.planner.search.search import evaluate, look_at, search
 from drumline.strategies.auto.spec import AutoStrategy
@@ -122,6 +133,8 @@ def choose(question: Question) -> tuple[Config, str | None]:
         update["batch"] = first.config.batch
     if layout.config.memory != config.memory:
         update["memory"] = layout.config.memory
+    if layout.config.checkpoint != config.checkpoint:
+        update["checkpoint"] = layout.config.checkpoint
     if layout.config.compile.enabled:
         update["compile"] = layout.config.compile
     elif layout.device == "cuda":  # decided, so that nobody asks again
@@ -160,6 +173,19 @@ def with_little_room(answer: Answer) -> str:
     return f"faster, with little room: {found.name}, {speed}; {risk(found)}"
 
 
+def export_left_out(config: Config, candidate: Candidate) -> str:
+    """Return a line on a candidate that leaves the merged model's export out for want of host memory; empty without one.
+
+    `config`: what the user has set.
+    """
+    checkpoint = candidate.layout.config.checkpoint
+    if checkpoint == config.checkpoint:
+        return ""
+    exported = "the adapter alone is exported" if checkpoint.export_adapter else "nothing is exported at the end"
+    reason = "the whole model in fp32 does not fit into the host's memory"
+    return f"{exported}, since {reason}: `drumline export` writes it on a larger machine"
+
+
 def risk(candidate: Candidate) -> str:
     """The risk of a tight candidate as text, and what the run does when memory runs out."""
     estimate = candidate.estimate
@@ -188,6 +214,9 @@ def _why(answer: Answer) -> str:
     if line:
         parts.append(line)
     question = answer.question
+    without = export_left_out(question.config, first)
+    if without:
+        parts.append(without)
     if question.config.compile.enabled is None:
         compiling = describe_compile(first.layout, question.facts, question.cluster, first.layout.steps)
         if compiling:
@@ -209,6 +238,6 @@ def _reason(answer: Answer) -> str:
         return "the fastest predicted to fit"
     if not any(faster(other.estimate, first.estimate) for other in faster_ones):
         return f"as fast as any that fits (within {TIE:.0%}), and simpler or smaller"
-    if all(is_measured(other.layout) for other in faster_ones):
+    if all(is_trusted(other.layout) for other in faster_ones):
         return f"within {SPEED_ERROR:.0%} of the fastest that fits, and clearly smaller"
     return f"nearly as fast as any that fits (within {UNMEASURED:.0%}), and simpler"

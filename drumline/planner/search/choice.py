@@ -1,16 +1,24 @@
-"""Whether a plan is slow for want of memory, and what an expert would do instead: adapters, more devices, fewer tokens. Pure."""
+"""Whether a plan is slow for want of memory, and what an expert would do instead. Pure.
+
+Instead means a larger global batch, an adapter, more devices, or fewer tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from drumline.core.explain import count
-from drumline.planner.search.advice import Adapted, is_offloaded, without_offload
-from drumline.planner.search.answer import Answer, Candidate, Refused, expected_speed, gb, number
+from drumline.planner.search.advice import Adapted, without_offload
+from drumline.planner.search.answer import Answer, Candidate, Question, Refused, gb, is_offloaded, number
+from drumline.planner.search.search import look_at
 
 # An adapter saves at most a third of the arithmetic (no gradients of the weights that it leaves alone), which is 1.5 × the speed. Where it
 # is more than twice that ahead, the other plan waits for memory.
 SLOW = 3.0
+# A doubled global batch is advised if it gains at least a quarter: then fixed costs take 40% of a step or more.
+WORTH_DOUBLING = 1.25
+MOST_TOKENS_A_STEP = 1 << 20  # few fine-tune with more
 DAY = 86_400  # seconds
 FLAGS = {"full": "--adapter none", "LoRA": "--adapter lora", "QLoRA": "--adapter qlora"}
 
@@ -25,13 +33,23 @@ def choose_adapter(adapted: Sequence[Adapted]) -> Adapted | None:
     return None
 
 
+@dataclass(frozen=True)
+class LargerBatch:
+    """The first plan with a larger global batch. `samples` of a step; `times`: the best adapter's speed by its own."""
+
+    samples: int
+    found: Candidate
+    times: float
+
+
 def why_adapter(adapted: Sequence[Adapted], choice: Adapted) -> str:
     """Why an adapter is chosen in place of training all weights, as a sentence."""
     full = next((each for each in adapted if each.name == "full"), None)
     if full is None or not full.answer.ranked:
         return f"Training all weights fits on no layout of these devices: {choice.name} is the choice."
-    times = number(_speed(choice) / _speed(full))
-    sentence = f"Training all weights is slow: {choice.name} is {times} times as fast, and the choice."
+    larger = _larger_batch(full.answer, choice)
+    times = _times(full.answer, choice, larger)
+    sentence = f"Training all weights is slow: {choice.name} is {times}, and the choice."
     return " ".join([sentence, *_reasons(full.answer)])
 
 
@@ -39,13 +57,16 @@ def slow_lines(answer: Answer, adapted: Sequence[Adapted], tokens: float | None 
     """Why the first plan is slow, and what to do instead, one line each; empty where no other adapter is more than SLOW times as fast.
     `tokens`: of the whole run."""
     first = answer.ranked[0]
-    ahead = [each for each in adapted if each.answer.ranked and _speed(each) > SLOW * expected_speed(first)]
+    ahead = [each for each in adapted if each.answer.ranked and _speed(each) > SLOW * _speed_of(first)]
     if not ahead:
         return []
     best = max(ahead, key=_speed)
-    times = number(_speed(best) / expected_speed(first))
-    sentences = [f"Row 1 is slow: {best.name} is {times} times as fast.", *_reasons(answer), "Instead:"]
+    larger = _larger_batch(answer, best)
+    times = _times(answer, best, larger)
+    sentences = [f"Row 1 is slow: {best.name} is {times}.", *_reasons(answer), "Instead:"]
     lines = [" ".join(sentences)]
+    if larger is not None:
+        lines.append(f"  --batch {larger.samples}: {_pace(larger.found, tokens)}")
     for each in ahead:
         lines.append(f"  {FLAGS[each.name]}: {_pace(each.answer.ranked[0], tokens)}")
     more_devices = without_offload(answer.question) if is_offloaded(first.layout.strategy) else None
@@ -58,8 +79,56 @@ def slow_lines(answer: Answer, adapted: Sequence[Adapted], tokens: float | None 
     return lines
 
 
+def _larger_batch(answer: Answer, other: Adapted) -> LargerBatch | None:
+    """Return the first plan's strategy with a batch that pays for what each step costs; None if none is faster.
+
+    `other`: the adapter that it is compared with, at the same batch.
+    """
+    first = answer.ranked[0]
+    batch = answer.question.config.batch
+    if batch.micro_batch is not None or batch.accumulation is not None:
+        return None
+    rows = first.layout.batch.rows_per_sample
+    tokens = first.layout.length * rows
+    samples = first.layout.batch.global_samples
+    best = first
+    while 2 * samples * tokens <= MOST_TOKENS_A_STEP:
+        doubled = look_at(_of_samples(answer.question, 2 * samples), first.layout.strategy)
+        if isinstance(doubled, Refused) or _speed_of(doubled) < WORTH_DOUBLING * _speed_of(best):
+            break
+        best = doubled
+        samples *= 2
+    if best is first:
+        return None
+    rival = look_at(_of_samples(other.answer.question, samples), other.answer.ranked[0].layout.strategy)
+    fastest = _speed(other) if isinstance(rival, Refused) else max(_speed(other), _speed_of(rival))
+    return LargerBatch(samples, best, fastest / _speed_of(best))
+
+
+def _of_samples(question: Question, samples: int) -> Question:
+    """Return the question with a global batch of as many samples."""
+    batch = question.config.batch.model_copy(update={"global_tokens": None, "global_samples": samples})
+    return replace(question, config=question.config.model_copy(update={"batch": batch}))
+
+
+def _times(answer: Answer, other: Adapted, larger: LargerBatch | None) -> str:
+    """Return how much faster an adapter is than the first plan, with the batch of both: `3.4 times as fast`."""
+    first = answer.ranked[0]
+    times = f"{number(_speed(other) / _speed_of(first))} times as fast"
+    if larger is None:
+        return times
+    samples = first.layout.batch.global_samples
+    plural = "s" if samples > 1 else ""
+    return f"{times} with {samples} sample{plural} a step, and {number(larger.times)} times with {larger.samples}"
+
+
 def _speed(each: Adapted) -> float:
-    return expected_speed(each.answer.ranked[0])
+    return _speed_of(each.answer.ranked[0])
+
+
+def _speed_of(candidate: Candidate) -> float:
+    """Return the tokens/s of the whole run times the chance that it fits."""
+    return candidate.speed_of_run * (1 - candidate.estimate.risk)
 
 
 def _pace(candidate: Candidate, tokens: float | None) -> str:

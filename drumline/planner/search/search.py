@@ -303,7 +303,8 @@ class _Estimates:
             except PlanError as error:
                 refusal = refusal or error
                 continue
-            estimated, laid_out = _estimate(question, layout), True
+            layout, estimated = _with_export_that_fits(question, layout)
+            laid_out = True
             yield Candidate(names.name, layout, estimated, names.family, names.simple)
             if estimated.verdict == "no":
                 over = True
@@ -311,7 +312,6 @@ class _Estimates:
                     return
         if refusal is not None and not laid_out:
             raise refusal
-
 
     def _batches(self, config: Config, mesh: Mesh, least: int) -> Iterator[BatchPlan]:
         """Yield the batches to estimate, the smallest micro-batch first (core.batch.batches).
@@ -333,6 +333,23 @@ class _Estimates:
         while samples <= most:
             yield resolve_batch(config, mesh.data_ranks, least, BatchConfig(micro_batch=samples))
             samples *= 2
+
+
+def _with_export_that_fits(question: Question, layout: Layout) -> tuple[Layout, Estimate]:
+    """Return a layout and its estimate, without the merged model's export if the host's memory is too small for it.
+
+    A run with LoRA exports its adapter then, another one nothing; `drumline export` does it later on another machine.
+    What the user has set of the export stays.
+    """
+    estimated = _estimate(question, layout)
+    config = layout.config
+    is_set = config.checkpoint.model_fields_set & {"export", "export_adapter"}
+    if is_set or estimated.host_limit is None or estimated.host.export <= estimated.host_limit:
+        return layout, estimated
+    update = {"export_adapter": True} if config.adapter.kind == "lora" else {"export": "none"}
+    checkpoint = config.checkpoint.model_copy(update=update)
+    changed = layout.model_copy(update={"config": config.model_copy(update={"checkpoint": checkpoint})})
+    return changed, _estimate(question, changed)
 
 
 def _complete(candidate: Candidate, facts: ModelFacts) -> Candidate:

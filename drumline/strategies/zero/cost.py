@@ -155,9 +155,10 @@ class ZeroCosts(StrategySpec):
         )
 
     def host(self, layout: Layout, facts: ModelFacts, between: int) -> Host:
-        """DeepSpeed makes what it keeps while it is given the weights (strategies.zero.fill): in stage 1 and 2 the whole model in fp32, at
-        first with what it computes in beside it; in stage 3 a block so at a time, and fp32 values of its part. It gathers its part of a
-        checkpoint on the host in any case."""
+        """DeepSpeed makes what it keeps while it is given the weights (strategies.zero.fill): a block at a time in fp32. Of stage 1 and 2
+        all fp32 values of trainable weights stay on the host, and DeepSpeed copies the trainable weights from the device beside them; in
+        stage 3 the fp32 values of its part. On a CPU the host has all weights. It gathers its part of a checkpoint on the host in any
+        case."""
         cut, low = flattened(facts, layout.mesh.world_size, _apart(layout)), layout.precision != "fp32"
         optimizer, parameters = self.offloads()
         width, beside = WIDTH[layout.precision], LOW if low else 0
@@ -165,11 +166,13 @@ class ZeroCosts(StrategySpec):
             # For offloading: the low weights that its step writes, and one gradient.
             shard = cut.pieces if parameters != "none" else cut.flat // layout.mesh.world_size
             between += width * (shard + cut.largest)
+        every = part_of(facts)
+        piece = max(largest_block(facts, every).entries, ends(facts, every).entries) or facts.parameters
         if self.stage < 3:
-            load = FULL * facts.parameters + max(beside * facts.parameters, between)
+            stays = facts.trainable if low or layout.device == "cuda" else facts.parameters
+            copied = facts.trainable if layout.device == "cuda" else facts.parameters
+            load = FULL * min(facts.parameters, stays + piece) + max(beside * copied, between)
         else:
-            every = part_of(facts)
-            piece = max(largest_block(facts, every).entries, ends(facts, every).entries) or facts.parameters
             load = between + (FULL * cut.pieces if low else 0) + (FULL + beside) * piece
         return Host(between, load, between, 1 + layout.config.checkpoint.asynchronous)
 

@@ -66,8 +66,8 @@ GRADIENTS = (
 def prepare(
     plan: Plan, model: nn.Module, values: Values, plain: bool = False, make_optimizer: MakeOptimizer | None = None
 ) -> DeepSpeedEngine:
-    """Spread a model. `values` puts its weights into host memory in fp32, before it is cut: whole on each rank, under stage 3 block by
-    block. `plain`: any module, not a Hugging Face model. `make_optimizer`: in place of the plan's. Collective."""
+    """Spread a model. `values` puts its weights into host memory in fp32, block by block, before they are cut (stage 3) or moved to the
+    device (stage 1 and 2). `plain`: any module, not a Hugging Face model. `make_optimizer`: in place of the plan's. Collective."""
     assert plan.deepspeed is not None
     options = reveal(plan.deepspeed, "strategy.options")
     join(plan.device)
@@ -87,7 +87,8 @@ def prepare(
         in_turn = InTurn(module, filled(plan, model, values, masters, lambda full: part(full, dist.get_rank(), ranks)))
         deepspeed.zero.Init(module=in_turn, config_dict_or_path=options, dtype=dtype)
     else:
-        list(filled(plan, model, values, masters, lambda full: full))
+        device = torch.device(get_accelerator().current_device_name())
+        list(filled(plan, model, values, masters, lambda full: full, device))
     engine, *_ = deepspeed.initialize(
         model=module, model_parameters=list(trainable.values()), optimizer=optimizer, config=options, dist_init_required=False
     )

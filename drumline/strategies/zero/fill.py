@@ -26,10 +26,18 @@ class InTurn(nn.Module):
 
 
 def filled(
-    plan: Plan, model: nn.Module, values: Values, masters: dict[str, torch.Tensor], keep: Callable[[torch.Tensor], torch.Tensor]
+    plan: Plan,
+    model: nn.Module,
+    values: Values,
+    masters: dict[str, torch.Tensor],
+    keep: Callable[[torch.Tensor], torch.Tensor],
+    device: torch.device | None = None,
 ) -> Iterator[nn.Parameter]:
-    """The model's parameters, in the type that they compute in; a block is filled when all of those before it have been taken. Where that
-    type is not fp32, `masters` gets what `keep` leaves of the trainable ones."""
+    """Yield the model's parameters in the type that they compute in, and fill a block when all before it were taken.
+
+    `masters` gets what `keep` leaves of trainable ones where that type is not fp32. `device`: each parameter is moved
+    there before the next block is filled, so that the host never holds the whole model; None: it stays on the host.
+    """
     low = LOW_PRECISION.get(plan.precision)
     left = {id(module): module for module in model.modules()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -40,11 +48,10 @@ def filled(
             name = names.pop(id(parameter), None)
             if name is None:  # tied to one that has been
                 continue
-            if low is not None:
-                if parameter.requires_grad:
-                    masters[name] = keep(parameter.data)
-                if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(low)
+            if low is not None and parameter.requires_grad:
+                masters[name] = keep(parameter.data)
+            dtype = low if parameter.is_floating_point() else None
+            parameter.data = parameter.data.to(device=device, dtype=dtype)
             yield parameter
 
 
