@@ -20,6 +20,7 @@ from drumline.core.plan import DataIdentity
 from drumline.core.registry import imported
 from drumline.data.cache import VERSION, TokenCache, digest_of, read_info
 from drumline.data.files import no_reasoning_gym
+from drumline.data.formats import judges_answers
 from drumline.data.places import hash_file, locate
 from drumline.data.sources import call_hub, domains
 from drumline.data.sql import content
@@ -54,6 +55,8 @@ def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: 
         "holdout": 0 if role == "eval" else data.holdout,
         **config.algorithm.cache_parts(),
     }
+    if judges_answers(config.algorithm.forms) and role != "eval" and data.holdout:
+        parts["holdout"] = ["whole prompts", data.holdout]
     if config.algorithm.rollout is not None:  # prompts carry the name of their domain, which may be that of their file
         parts["domains"] = [sorted(domains(source)) for source in sources]
     if role != "eval":

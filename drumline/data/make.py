@@ -20,6 +20,7 @@ from drumline.core.plan import LEFT_OUT
 from drumline.data.cache import Column, Layout, bounds, commit, read_info, temporary_folder
 from drumline.data.files import DIGITS, IMAGES, root_of
 from drumline.data.filters import RawRows, where
+from drumline.data.formats import judges_answers
 from drumline.data.images import count_images, folders_of, join_metas
 from drumline.data.overlap import Evaluation, drop_copies, drop_near_copies
 from drumline.data.packing import cut, pack
@@ -68,7 +69,8 @@ class Task:
 
 
 def make(task: Task, tokenizer_path: str, base_dir: Path, progress: Progress) -> None:
-    root, data, train = task.folder.parent, task.config.data, task.role == "train"
+    config = task.config
+    root, data, train = task.folder.parent, config.data, task.role == "train"
     with temporary_folder(root) as staging, temporary_folder(root) as aside, temporary_folder(root) as held:
         stage = _tokenise(task, staging, tokenizer_path, base_dir, progress)
         if train and data.duplicates is not None:
@@ -83,7 +85,14 @@ def make(task: Task, tokenizer_path: str, base_dir: Path, progress: Progress) ->
                 fix = "hold out fewer, or give data.eval"
                 what = f"{wanted} rows are to be held out of {rows}, which leaves none to learn"
                 raise DataError(what, where="data.holdout", fix=fix)
-            stage.hold_out(wanted)
+            if judges_answers(config.algorithm.forms):
+                stage.hold_out_prompts(wanted)
+            else:
+                stage.hold_out(wanted)
+            held_out = int((stage.role == HELD_OUT).sum())
+            if held_out == rows:
+                what = f"all {rows} rows are answers to held-out prompts, which leaves none to learn"
+                raise DataError(what, where="data.holdout", fix="give data.eval")
             finish(task, stage, held, task.holdout_folder, HELD_OUT)
         for name in ("tokens.bin", "learn.bin"):
             (staging / name).rename(aside / name)

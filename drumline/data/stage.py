@@ -9,6 +9,7 @@ bands.bin, prints.bin    with `data.duplicates: near`: see data.overlap
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -121,6 +122,24 @@ class Stage:
             lowest = np.concatenate((lowest, np.stack((high, low, (start + free).astype(np.uint64)), axis=1)))
             lowest = lowest[np.lexsort(lowest.T[::-1])][:count]
         self.role[lowest[:, 2].astype(np.int64)] = HELD_OUT
+
+    def hold_out_prompts(self, count: int) -> None:
+        """Hold out about `count` rows, with all answers to their prompts, so that no run trains on a held-out prompt.
+
+        The prompts with the lowest digests are taken while their rows are at most `count`, and at least one prompt.
+        Each row's meta has the digest of its prompt.
+        """
+        numbers, digests = [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
+        for start, records in self.ranges():
+            free = np.flatnonzero(self.role[start : start + len(records)] == TRAIN)
+            metas = self.metas_of(records[free])
+            digests.append(np.array([int(json.loads(meta)["prompt"], 16) for meta in metas], np.uint64))
+            numbers.append(start + free)
+        rows, digest_of_row = np.concatenate(numbers), np.concatenate(digests)
+        prompts, sizes = np.unique(digest_of_row, return_counts=True)  # in order
+        taken = int(np.searchsorted(np.cumsum(sizes), count, side="right"))
+        chosen = prompts[: max(1, taken)]
+        self.role[rows[np.isin(digest_of_row, chosen)]] = HELD_OUT
 
     def blocks(self, role: int, grouped: bool, ordered: bool) -> Iterator[tuple[int, Ints]]:
         """(source, numbers of rows that are packed together): rows of one role in the order of the sources; `ordered`: by value, rows of

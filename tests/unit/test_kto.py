@@ -23,9 +23,11 @@ from drumline.core.batch import resolve_batch
 from drumline.core.config import Config
 from drumline.core.data import JUDGED_FORMS, DataConfig, FileSource
 from drumline.data.batches import First
+from drumline.data.cache import TokenCache
 from drumline.data.encode import JudgedRows
 from drumline.data.judged import collate_mismatched, require_both_labels
 from drumline.data.pairs import split_pair
+from drumline.data.prepare import prepare
 from drumline.data.sources import Row, read_rows
 from drumline.errors import ConfigError, DataError, PlanError
 from drumline.models.head import ForwardWithObjective
@@ -301,3 +303,36 @@ def test_pairs_by_mapped_columns_and_without_a_prompt(tmp_path: Path) -> None:
     text = tokenizer()
     encoded = JudgedRows(text, data()).encode(rows[0])
     assert text.decode(encoded.segments[0].tokens[:-1]) == "one two a"
+
+
+@pytest.mark.parametrize("held_out", [2, 3, 1])
+def test_both_answers_of_a_pair_are_held_out(tmp_path: Path, held_out: int) -> None:
+    """A prompt is either trained on or held out; at least one prompt is."""
+    pairs = [{"prompt": f"{n} + 1", "chosen": str(n + 1), "rejected": "no"} for n in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    tokenizer().save_pretrained(tmp_path / "tokenizer")
+    sections = {"train": "rows.jsonl", "max_length": 64, "holdout": held_out, "cache_dir": str(tmp_path)}
+    config = Config.model_validate(
+        {"model": {"id": "m"}, "algorithm": "kto", "data": sections, "optimizer": {"lr": 1e-3}}
+    )
+    made = prepare(config, str(tmp_path / "tokenizer"), tmp_path)
+    prompts = []
+    for folder in (made.train_cache, made.eval_caches[""]):
+        cache = TokenCache.open(Path(folder))
+        metas = [cache.meta(sample) for sample in range(len(cache))]
+        prompts.append([meta["prompt"] for meta in metas if meta is not None])
+    trained, held = prompts
+    assert len(trained) == 10 and len(held) == 2
+    assert not set(trained) & set(held)
+
+
+def test_answers_to_one_prompt_alone_cannot_be_held_out(tmp_path: Path) -> None:
+    rows = [{"prompt": "1 + 1", "completion": str(n), "label": n == 2} for n in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer().save_pretrained(tmp_path / "tokenizer")
+    sections = {"train": "rows.jsonl", "max_length": 64, "holdout": 2, "cache_dir": str(tmp_path)}
+    config = Config.model_validate(
+        {"model": {"id": "m"}, "algorithm": "kto", "data": sections, "optimizer": {"lr": 1e-3}}
+    )
+    with pytest.raises(DataError, match="all 6 rows are answers to held-out prompts"):
+        prepare(config, str(tmp_path / "tokenizer"), tmp_path)
