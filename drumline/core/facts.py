@@ -352,11 +352,10 @@ def cut_weights(facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int
     """Return the entries of the model on rank `rank` of `tp`, by names.
 
     `units`, `root`: FSDP2's shards, filled up, of what is gathered by blocks and of the rest; `…_trainable`: of
-    these, of trainable ones (`embedding_trainable`: of an embedding that is not tied), `…_low`: of frozen ones of
-    two dimensions and more. Experts that lie on some data ranks are counted apart: `experts…`, `apart`.
-    `trainable`: without FSDP2's cut; `tied`: of these, on both ends. And numbers of trainable weights: `tensors`;
-    `cut`, `uncut` by tensor parallelism. `staged`: of all stages of a pipeline together. `wrap`: classes whose
-    modules FSDP2 gathers by themselves; None: the model's own blocks.
+    these, of trainable ones, `…_low`: of frozen ones of two dimensions and more. Experts that lie on some data ranks
+    are counted apart: `experts…`, `apart`. `trainable`: without FSDP2's cut; `tied`: of these, on both ends. And
+    numbers of trainable weights: `tensors`; `cut`, `uncut` by tensor parallelism. `staged`: of all stages of a
+    pipeline together. `wrap`: classes whose modules FSDP2 gathers by themselves; None: the model's own blocks.
     """
     sums = Counter[str]()
     for weight, number in weights_of(facts, staged):
@@ -367,7 +366,6 @@ def cut_weights(facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int
         sums[unit] += here
         if weight.trainable:
             sums[f"{unit}_trainable"] += here
-            sums["embedding_trainable"] += here * (end_unit(weight) == "embedding")
             sums["experts_whole" if apart else "trainable"] += whole
             sums["experts_tensors" if apart else "tensors"] += number
             sums["tied"] += whole if weight.place == "both" else 0

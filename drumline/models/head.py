@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
@@ -211,14 +212,34 @@ def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, s
     if parts is None:
         return replace(known, logits_BTV=made.logits, hidden_BTD=seen[0] if seen else None)
     hidden_BTD = made.last_hidden_state
-    known, head = replace(known, hidden_BTD=hidden_BTD.flatten(0, 1)[shared.places_BT] if shared else hidden_BTD), parts[1]
+    if shared:
+        hidden_BTD = hidden_BTD.flatten(0, 1)[shared.places_BT]
+    head = parts[1]
     if head is score:
-        return known
+        return replace(known, hidden_BTD=hidden_BTD)
+    gather_head = getattr(head, "_drumline_gather", None)
+    if gather_head is not None:
+        hidden_BTD = gather_head(hidden_BTD)
+    known = replace(known, hidden_BTD=hidden_BTD)
     weight, bias = head.weight, head.bias
     if not isinstance(weight, DTensor):
         return replace(known, weight_VD=weight, bias_V=bias)
     part = VocabularyPart(weight.device_mesh.get_group(), first_row(weight.shape[0], weight.device_mesh))
     return replace(known, weight_VD=weight.to_local(), bias_V=bias.to_local() if isinstance(bias, DTensor) else bias, part=part)
+
+
+def gather_for_objective(head: nn.Linear) -> None:
+    """Have a head that FSDP2 gathers by itself gathered for an objective, which uses its weight without its forward.
+
+    `outputs` calls what this sets with the hidden states. For FSDP2 the call is the head's forward: its weight is
+    gathered before, and its gradient is reduced when that of the hidden states is there.
+    """
+    head._drumline_gather = MethodType(_return_hidden, head)  # type: ignore[assignment]
+    register_fsdp_forward_method(head, "_drumline_gather")
+
+
+def _return_hidden(head: nn.Linear, hidden_BTD: torch.Tensor) -> torch.Tensor:
+    return hidden_BTD
 
 
 class ForwardWithObjective(nn.Module):

@@ -28,8 +28,6 @@ class FSDP2Strategy(Degrees):
     in_step: ClassVar[bool] = True
     takes_packed: ClassVar[bool] = True
     whole_weights: ClassVar[bool] = False
-    # Whether the engine gathers the embedding, and the head, by themselves: the embedding goes after forward. False: with the root.
-    ends_apart: ClassVar[bool] = False
     lacks = (
         *no_option("offload_nvme", "torch offloads to host memory only", "fsdp2 with offload=cpu, or zero3 with offload_parameters"),
         *no_option("compression", "shards are reduced by reduce-scatter, which has no hooks", "reduce_dtype=bf16"),
@@ -72,6 +70,14 @@ class FSDP2Strategy(Degrees):
         rest, degrees = self.rest(world)
         shard = divide(rest, self.replicate, f"{self.replicate} copies", "strategy.replicate")
         return Mesh(replicate=self.replicate, shard=shard, **degrees)
+
+    def gathers_ends_apart(self, mesh: Mesh, is_own_module: bool) -> bool:
+        """Return whether the embedding and the head are units of their own, which are gathered while they compute.
+
+        Otherwise they are gathered with the root, and stay until the end of a micro-batch. `is_own_module`: any torch
+        module, which may use the head's weight outside of its forward.
+        """
+        return self.reshards and mesh.pp == 1 and not is_own_module
 
     @property
     def reshards(self) -> bool:
@@ -139,7 +145,8 @@ class FSDP2Strategy(Degrees):
         return mesh.shard * mesh.ep * mesh.cp
 
     def buffers(self, layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None) -> Buffers:
-        """The root's weights stay gathered from forward on; of the blocks the running one and the prefetched ones (torch's fully_shard)."""
+        """The root's weights stay gathered from forward on, the head's from the loss on, and those of the running block and of the
+        prefetched ones while they run (torch's fully_shard)."""
         tp, shards, piped = layout.mesh.tp, self.shards(layout.mesh), layout.mesh.pp > 1
         width, reduced = (LOW if kind_of(layout) == "low" else FULL), WIDTH[self.reduce_dtype]
         root, block, whole = ends(facts, mine, tp), largest_block(facts, mine, tp), rank_params(facts, mine, tp)
@@ -152,13 +159,11 @@ class FSDP2Strategy(Degrees):
             gathered, running, begun, returning = every, one, 0, one
         waits = (not self.sync_each_micro_batch and layout.batch.accumulation > 1) or piped
         unreduced = reduced * whole.trainable if waits else 0
-        of_head, of_embedding = 0.0, 0.0
-        if self.ends_apart and self.reshards:
-            embedding, head, rest = ends_by_unit(facts, mine, tp)
-            of_embedding, of_head, gathered = (
-                width * (has.entries - has.low) + frozen * has.low for has in (embedding, head, rest)
-            )
-            of_embedding *= embedding.trainable > 0  # a frozen one is not gathered for backward
+        of_head = 0.0
+        if self.gathers_ends_apart(layout.mesh, layout.config.plain):
+            _, head, rest = ends_by_unit(facts, mine, tp)
+            # The embedding is gone when the first block runs, and backward does not read it.
+            of_head, gathered = (width * (has.entries - has.low) + frozen * has.low for has in (head, rest))
         # Unsharded gradients; the buffer in which those of the block before are being reduced, and the result.
         result = FULL * math.ceil(block.trainable / shards)
         reduction, second = width * block.trainable, reduced * block.trainable + result
@@ -180,12 +185,12 @@ class FSDP2Strategy(Degrees):
             begun=begun,
             backward=returning + reduction,
             second=second,
-            last=of_embedding + (width + reduced) * of_ends,
+            last=(width + reduced) * of_ends,
             step=0.0 if offloaded else stepping(layout, rank_params(facts, mine, tp, shards), True),
         )
 
     def send(self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None) -> None:
-        """Each block is gathered for forward and, unless it stays whole, for backward; the root (embedding, last norm, head) once. All that
+        """Each block is gathered for forward and, unless it stays whole, for backward; embedding, last norm and head once. All that
         for each micro-batch. A stage of a pipeline keeps in backward what it has gathered, so it gathers once more than there are
         micro-batches, whatever the schedule. Shards are filled up to equal size; gradients are reduced in `reduce_dtype`."""
         shards, rounds, piped = self.shards(layout.mesh), layout.batch.accumulation, layout.mesh.pp > 1
@@ -203,9 +208,6 @@ class FSDP2Strategy(Degrees):
         reductions = rounds if self.sync_each_micro_batch and not piped else 1
         beside: Beside = "backward" if reductions == rounds else "last"
         volume.add("all_gather", rooted * root, shards, "shard", rooted)
-        if self.ends_apart and self.reshards and has["embedding_trainable"]:
-            again = rooted * width * has["embedding_trainable"]
-            volume.add("all_gather", again, shards, "shard", rooted, "backward")
         ranks = shards // layout.mesh.ep  # of experts that lie on some data ranks
         for entries, over in ((units, shards), (width * has["experts"] - spared * has["experts_low"], ranks)):
             volume.add("all_gather", forward * entries, over, "shard", forward * blocks, "forward")

@@ -12,8 +12,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from drumline.core.plan import Plan
 from drumline.dist.mesh import data_mesh, expert_mesh
-from drumline.models.blocks import blocks
+from drumline.models.blocks import blocks, vocabulary
 from drumline.models.containers import each_tensor
+from drumline.models.head import gather_for_objective
 from drumline.models.shards import Values
 from drumline.parallel.data_parallel import Sharded
 from drumline.parallel.experts import of_experts
@@ -31,7 +32,9 @@ def spread(
     dtype = gathered_in(plan, isinstance(roots[0][0], Plain))
     experts = expert_mesh(whole) if plan.mesh.ep > 1 else None
     mesh = data_mesh(whole)
-    first, *more_roots = [apply_fsdp2(root, inner, options, mesh, dtype, experts) for root, inner in roots]
+    is_own_module = isinstance(roots[0][0], Plain)
+    ends_apart = options.gathers_ends_apart(plan.mesh, is_own_module)
+    first, *more_roots = [apply_fsdp2(root, inner, options, mesh, dtype, experts, ends_apart) for root, inner in roots]
     values.fill(model, offloaded=plan.offload == "cpu")
     # torch's stages hold the reduction back until the last micro-batch, and then start it themselves.
     sync = options.sync_each_micro_batch and plan.engine != "pipeline"
@@ -47,33 +50,54 @@ def apply_fsdp2(
     mesh: DeviceMesh,
     param_dtype: torch.dtype | None,
     experts: DeviceMesh | None = None,
+    ends_apart: bool = False,
 ) -> FSDPModule:
     """Shard weights, gradients and moments (ZeRO-3, Rajbhandari et al. 2020), each parameter as a DTensor. `module` is the root.
 
-    Each block is a unit of its own, the rest (embedding, last norm, head) belongs to the root. Weights are gathered in `param_dtype`;
-    gradients are averaged over all ranks of the mesh in `options.reduce_dtype`. The parameters may be on the meta device. `experts`:
-    the mesh of experts that are cut by their number; each layer's are a unit.
+    Each block is a unit of its own, with `ends_apart` the embedding and the head, too; the rest (the last norm, tied ends) belongs
+    to the root. Weights are gathered in `param_dtype`; gradients are averaged over all ranks of the mesh in
+    `options.reduce_dtype`. The parameters may be on the meta device. `experts`: the mesh of experts that are cut by their
+    number; each layer's are a unit.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=DTYPES[options.reduce_dtype], cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.offload == "cpu" else OffloadPolicy()
     shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     units = blocks(model) if options.wrap is None else [m for m in model.modules() if type(m).__name__ in options.wrap]
-    units = _without_shared(units, module)
-    for unit in (*units, module):
+    embedding, head = _ends(model) if ends_apart else ([], [])
+    alone = _without_shared([*embedding, *units, *head], module)
+    embedding, units, head = ([unit for unit in each if unit in alone] for each in (embedding, units, head))
+    for unit in (*alone, module):
         # Before `fully_shard`, whose own hook then finds tensors that are no views.
         unit.register_forward_hook(_return_no_views, with_kwargs=True)
     for unit in [m for m in model.modules() if any(map(of_experts, m._parameters.values()))] if experts is not None else ():
         fully_shard(unit, reshard_after_forward=options.reshards, **{**shared, "mesh": experts})
     for unit in reversed(units):  # inner ones first: what they take is no part of the outer
         fully_shard(unit, reshard_after_forward=options.reshards, **shared)
+    for unit in embedding:
+        # Its gradient needs no weights.
+        fully_shard(unit, reshard_after_forward=True, **shared).set_unshard_in_backward(False)
+    for unit in head:
+        # Backward begins with it, so it stays.
+        fully_shard(unit, reshard_after_forward=False, **shared)
+        gather_for_objective(unit)
     root = fully_shard(module, reshard_after_forward=False, **shared)
     ahead = options.prefetch
     behind = ahead if options.backward_prefetch is None else options.backward_prefetch
-    for index, unit in enumerate(units):
+    in_turn = [*embedding, *units, *head]
+    for index, unit in enumerate(in_turn):
         assert isinstance(unit, FSDPModule)
-        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + ahead])  # type: ignore[arg-type]
-        unit.set_modules_to_backward_prefetch(units[max(0, index - behind) : index][::-1])  # type: ignore[arg-type]
+        before = [each for each in in_turn[:index] if each not in embedding]  # which is not gathered for backward
+        unit.set_modules_to_forward_prefetch(in_turn[index + 1 : index + 1 + ahead])  # type: ignore[arg-type]
+        unit.set_modules_to_backward_prefetch(before[max(0, len(before) - behind) :][::-1])  # type: ignore[arg-type]
     return root
+
+
+def _ends(model: nn.Module) -> tuple[list[nn.Module], list[nn.Linear]]:
+    """Return the embedding and the head of a Hugging Face model, each in a list; an empty one if an adapter wraps it."""
+    embedding, head = vocabulary(model)
+    embeddings = [embedding] if isinstance(embedding, nn.Embedding) else []
+    heads = [head] if isinstance(head, nn.Linear) else []
+    return embeddings, heads
 
 
 class _NotAView(torch.autograd.Function):
