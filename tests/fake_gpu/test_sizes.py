@@ -87,7 +87,7 @@ def test_the_allocator_hands_out_what_is_planned(size: Size, tmp_path: Path) -> 
         size.length,
         size.world_size,
         sections,
-        machine(size.world_size),
+        machine=machine(size.world_size),
         saves=False,
     )
     failed = run_ranks("tests.fake_gpu.ranks", [plan], size.world_size, 900, **SETTINGS)
