@@ -221,15 +221,18 @@ def samples(run: RunFacts, drawings: Drawings) -> Html | None:
 
 def rollouts(run: RunFacts, drawings: Drawings) -> Html | None:
     """Episodes with their rewards; page.js filters them."""
-    found = [(event["step"], each) for event in run.of("completions") for each in _dictionaries(event.get("completions"))]
+    found = [(event, each) for event in run.of("completions") for each in _dictionaries(event.get("completions"))]
     if not found:
         return None
     kept = [*found[: MOST_EPISODES // 2], *found[-(MOST_EPISODES // 2) :]] if len(found) > MOST_EPISODES else found
     cards = []
-    for step, each in reversed(kept):
+    for event, each in reversed(kept):
         reward, ended = number(each.get("reward")), "" if each.get("ended") else ", cut at the most tokens"
-        worth = "failed" if reward is None else f"{reward:.4g}"
-        head = f"reward {worth} · to step {step:,} · {each.get('domain')} · {each.get('tokens')} tokens{ended}"
+        worth = "no reward" if reward is None else f"reward {reward:.4g}"
+        step = f"to step {event['step']:,}"
+        if event.get("trained") is False:
+            step += " (not reached)"
+        head = f"{worth} · {step} · {each.get('domain')} · {each.get('tokens')} tokens{ended}"
         cards.append(_card([(head, None), ("prompt", each.get("prompt")), ("completion", each.get("text"))], reward))
     limits = (
         tag("input", type="number", step="any", class_=kind, placeholder=f"reward, {label}", aria_label=f"reward, {label}")

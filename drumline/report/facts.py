@@ -73,7 +73,8 @@ def _rollout_curves(values: dict[str, float | None]) -> dict[str, float | None]:
         if key in ROLLOUT or key.startswith("reward/"):
             curves[ROLLOUT.get(key, key.replace("/", ": "))] = value
     differ = values.get("groups_differ")
-    if differ is not None and events.has_groups(values.get("prompts"), values.get("episodes")):
+    has_reward = values.get("reward") is not None
+    if differ is not None and has_reward and events.has_groups(values.get("prompts"), values.get("episodes")):
         curves[GROUPS_ALIKE] = 1 - differ
     return curves
 

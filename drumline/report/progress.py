@@ -158,14 +158,16 @@ class Progress:
 
     def _on_rollout(self, event: events.Rollout) -> None:
         self.rewards += [event.reward] * (event.reward is not None)
-        domains = [f"{key.removeprefix('reward/')} {_number(value)}" for key, value in event.metrics.items() if key.startswith("reward/")]
+        domains = [f"{key.removeprefix('reward/')} {_score(key, value)}" for key, value in event.metrics.items() if key.startswith("reward/")]
         alike = ""
-        if events.has_groups(event.prompts, event.episodes):
+        has_groups = event.reward is not None and events.has_groups(event.prompts, event.episodes)
+        if has_groups and isinstance(event.groups_differ, float | int):
             alike = f" · groups without a difference {1 - event.groups_differ:.0%}"
         spent = f"generate {event.generate_s:.1f}, reward {event.reward_s:.1f}, infer {event.infer_s:.1f}, train {event.train_s:.1f}"
         gap = f" · sampler off by {event.sampler_gap:.2g}" if event.sampler_gap is not None else ""
+        unreached = " (not reached)" if event.trained is False else ""
         self._print(
-            f"rollout, to step {event.step}: reward {_number(event.reward)} ± {event.reward_std:.3g}"
+            f"rollout, to step {event.step}{unreached}: {_rewarded(event)}"
             + (f" ({' · '.join(domains)})" if len(domains) > 1 else "")
             + alike
             + f" · length {event.length:.1f} · ended {event.ended:.0%}{gap} · seconds {spent}"
@@ -288,7 +290,7 @@ class Progress:
             before, after = self.evals[0], self.evals[-1]
             both = [(name, before.metrics[name], value) for name, value in after.metrics.items() if name in before.metrics]
             width = max([15, *(len(name) for name, _, _ in both)])
-            lines += [f"  held-out {name:<{width}} {_number(one, '.4f')} → {_number(other, '.4f')}" for name, one, other in both]
+            lines += [f"  held-out {name:<{width}} {_score(name, one, '.4f')} → {_score(name, other, '.4f')}" for name, one, other in both]
         if self.end.why:
             lines.append(f"  ended early: {self.end.why}")
         if isinstance(self.end.kwh, float):
@@ -397,7 +399,26 @@ def _text(line: str, **how: Any) -> Text:
 
 
 def _metrics(event: events.Eval) -> str:
-    return " · ".join(f"{name} {_number(value)}" for name, value in event.metrics.items())
+    return " · ".join(f"{name} {_score(name, value)}" for name, value in event.metrics.items())
+
+
+def _rewarded(event: events.Rollout) -> str:
+    """The mean reward of a rollout and its spread, or why it has none."""
+    if event.reward is not None:
+        return f"reward {_number(event.reward)} ± {_number(event.reward_std, '.3g')}"
+    failed_episodes = event.episodes - event.left_out
+    if failed_episodes == 0:
+        return f"no reward (none applies to the {event.episodes} episodes)"
+    if event.left_out == 0:
+        return f"no reward (all {event.episodes} episodes failed)"
+    return f"no reward ({failed_episodes} of {event.episodes} episodes failed, and none applies to the others)"
+
+
+def _score(name: str, value: Any, form: str = ".4g") -> str:
+    """A metric as text. A mean reward is null where no episode has a reward; any other null is NaN."""
+    if value is None and "reward" in name.split("/"):
+        return "none"
+    return _number(value, form)
 
 
 def _number(value: Any, form: str = ".4g") -> str:

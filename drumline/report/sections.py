@@ -102,6 +102,7 @@ def _remarks(run: RunFacts) -> list[str]:
     start, lines = run.last("run_start"), [*run.problems]
     lines += [f"not finite at {len(found)} steps, first at step {found[0]['step']}" for found in [run.of("nonfinite")] if found]
     lines += _never_differed(run)
+    lines += _without_reward(run)
     lines += _left_out(run)
     lines += [f"the loss jumped at step {event.get('step')}" for event in run.of("spike")[:3]]
     lines += [f"rank {event.get('rank')} held up the others from step {event.get('step')}" for event in run.of("straggler")[:3]]
@@ -126,11 +127,22 @@ def _never_differed(run: RunFacts) -> list[str]:
     differ = []
     for event in run.of("rollout"):
         share = number(event.get("groups_differ"))
+        if event.get("reward") is None:  # older runs have a share of 0 there
+            continue
         if share is not None and has_groups(number(event.get("prompts")), number(event.get("episodes"))):
             differ.append(share)
     if not differ or any(differ):
         return []
     return ["the rewards of a prompt's completions never differed: nothing was learned"]
+
+
+def _without_reward(run: RunFacts) -> list[str]:
+    """Return the line that counts the rollouts of which no episode got a reward."""
+    rollouts = {event.get("step"): event for event in run.of("rollout")}
+    without = [event for event in rollouts.values() if event.get("reward") is None]
+    if not without:
+        return []
+    return [f"no episode got a reward in {len(without):,} of {len(rollouts):,} rollouts"]
 
 
 def _left_out(run: RunFacts) -> list[str]:

@@ -229,7 +229,7 @@ class Rollouts:
         has_failed_too_often = self.failed >= limit.rollouts and limit.action == "stop"
         if not has_learned_nothing and not has_failed_too_often:
             return
-        self._report(step, sampled, drawn, {})
+        self._report(step + self.algorithm.steps_in_turn, sampled, drawn, {}, trained=False)
         reasons: Counter[str] = Counter()
         for name, found in sampled.failures.items():
             for why, count in found.items():
@@ -344,29 +344,37 @@ class Rollouts:
         yield
         self.seconds[kind] = self.seconds.get(kind, 0.0) + time.time() - began
 
-    def _report(self, step: int, sampled: Sampled, drawn: int, metrics: dict[str, float]) -> None:
+    def _report(self, step: int, sampled: Sampled, drawn: int, metrics: dict[str, float], trained: bool = True) -> None:
+        """Emit what a rollout was. `trained`: whether steps learned from it."""
         known = [reward for reward in sampled.rewards if not math.isnan(reward)]
         drawn_of = Counter(sample.domain for sample in sampled.samples)
         differ = sampled.differ(self.algorithm.group_size)
+        reward_std: float | None = None
+        groups_differ: float | None = None
+        if known:
+            reward_std = statistics.pstdev(known)
+            groups_differ = sum(differ) / len(differ)
         made = Rollout(
             step=step,
             prompts=len(differ),
             drawn=drawn,
             episodes=len(sampled.samples),
             reward=_mean(known),
-            reward_std=statistics.pstdev(known) if known else 0.0,
-            groups_differ=sum(differ) / len(differ),
+            reward_std=reward_std,
+            groups_differ=groups_differ,
             left_out=sampled.left_out,
             rewards=sampled.parts,
             shares={domain: count / len(sampled.samples) for domain, count in sorted(drawn_of.items())},
             failures=sampled.failures,
             sampler_gap=sampled.sampler_gap,
+            trained=trained,
             **_lengths(sampled.samples),
             **{f"{kind}_s": self.seconds.get(kind, 0.0) for kind in ("generate", "reward", "infer", "train")},
             metrics=_means(sampled.samples) | metrics,
         )
         self.emit(made)
-        self.emit(Completions(step=step, completions=[self._shown(sample) for sample in sampled.samples[:SHOWN]]))
+        shown = [self._shown(sample) for sample in sampled.samples[:SHOWN]]
+        self.emit(Completions(step=step, completions=shown, trained=trained))
 
     def _shown(self, sample: Sample) -> dict[str, Any]:
         completion = sample.episode[1]

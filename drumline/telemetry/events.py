@@ -164,13 +164,13 @@ def has_groups(prompts: float | None, episodes: float | None) -> bool:
 class Rollout(Event, kind="rollout"):
     """`metrics`: reward/DOMAIN, and those of the KL penalty."""
 
-    step: int  # steps done after those that learned from it
+    step: int  # steps done after those that learn from it
     prompts: int
     drawn: int  # prompts that were rolled out for it; more than `prompts` where dynamic sampling passed over some
     episodes: int
     reward: Number  # mean over its episodes; null if none has one
-    reward_std: float  # standard deviation over its episodes
-    groups_differ: float  # part of the groups whose rewards are not all alike
+    reward_std: Number  # standard deviation over its episodes; null if none has a reward
+    groups_differ: Number  # part of the groups whose rewards are not all alike; null if no episode has a reward
     left_out: int = 0  # episodes to which no reward applies
     rewards: Mapping[str, Number]  # reward → mean of its values, without its weight, as last sampled
     shares: dict[str, float]  # domain → part of the episodes
@@ -185,6 +185,7 @@ class Rollout(Event, kind="rollout"):
     # Mean difference of log-probs (nats) between what sampled it and the policy, on a probe after the hand-over of weights; null where
     # the policy itself samples, or a server keeps its own weights.
     sampler_gap: float | None = None
+    trained: bool = True  # whether steps learned from it; where its rewards end the run, `step` is not reached
 
 
 class Save(Event, kind="save"):

@@ -22,10 +22,11 @@ class Samples(Event, kind="samples"):
 class Completions(Event, kind="completions"):
     """The first few episodes of a rollout, as they were drawn. The texts are strangers': escape them."""
 
-    step: int  # steps done after those that learned from it
+    step: int  # steps done after those that learn from it
     # Each has `prompt` (a text or messages), `text` (the first 4,000 characters), `reward` (null where it failed), `domain`, `ended` and
     # `tokens`.
     completions: list[dict[str, Any]]
+    trained: bool = True  # whether steps learned from it; else `step` is not reached
 
 
 class Devices(Event, kind="devices"):

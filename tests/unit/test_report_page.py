@@ -231,6 +231,13 @@ def test_groups_that_never_differ_are_a_matter_of_grpo(tmp_path: Path, kind: str
     assert ("nothing was learned" in page.page([run])) == told
 
 
+def test_rollouts_without_any_reward_are_counted(tmp_path: Path) -> None:
+    without = {"reward": None, "reward_std": None, "groups_differ": None, "trained": False}
+    events = [dataclasses.replace(event, **without) if isinstance(event, Rollout) else event for event in story(4)]
+    text = page.page([RunFacts(write_run(tmp_path / "x", events=events))])
+    assert "no episode got a reward in 1 of 1 rollouts" in text and "never differed" not in text
+
+
 def test_sets_of_evaluation_share_a_chart(tmp_path: Path) -> None:
     scores = {"loss": 1.0, "easy/loss": 0.5, "hard/loss": 1.5, "mmlu/acc": 0.2}
     run = write_run(tmp_path / "x", events=[start(), step(1), Eval(step=1, samples=6, seconds=0.1, metrics=scores)])

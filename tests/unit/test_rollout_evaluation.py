@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
+from drumline.core.redact import plain
 from drumline.core.rollouts import Reward, RewardFailureConfig
 from drumline.data.encode import OWN
 from drumline.errors import TrainingStopped
@@ -94,7 +95,7 @@ def test_they_are_shown() -> None:
 class Unreported(Rollouts):
     """Rollouts without a run around them."""
 
-    def _report(self, *_: Any) -> None:
+    def _report(self, *_: Any, **_named: Any) -> None:
         pass
 
 
@@ -121,3 +122,53 @@ def test_episodes_that_no_reward_applies_to_do_not_hide_failures() -> None:
     assert not failing_rollout(60, 19, 21)
     assert failing_rollout(0, 50, 50).startswith("50% of the episodes got no reward")
     assert failing_rollout(100, 0, 0).startswith("100% of the episodes got no reward")
+
+
+ROLLOUT: dict[str, Any] = {
+    "kind": "rollout", "step": 3, "prompts": 4, "drawn": 4, "episodes": 32, "shares": {"a": 1.0}, "reward/a": None,
+    "reward": None, "reward_std": None, "groups_differ": None, "rewards": {"mine": None}, "left_out": 0,
+    "failures": {"mine": {"raised TypeError": 32}}, "length": 3.0, "length_max": 3.0, "ended": 1.0,
+    "generate_s": 0.1, "reward_s": 0.1, "infer_s": 0.1, "train_s": 0.1, "trained": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("left_out", "reason"),
+    [
+        (0, "all 32 episodes failed"),
+        (2, "30 of 32 episodes failed, and none applies to the others"),
+        (32, "none applies to the 32 episodes"),
+    ],
+)
+def test_a_rollout_without_any_reward_is_described_in_words(left_out: int, reason: str) -> None:
+    text = told(START, {**ROLLOUT, "left_out": left_out})[1]
+    assert f"rollout, to step 3: no reward ({reason}) · length" in text
+    assert "NaN" not in text and "±" not in text and "without a difference" not in text
+    older = {**ROLLOUT, "reward_std": 0.0, "groups_differ": 0.0}
+    del older["trained"]
+    assert "to step 3: no reward (all 32 episodes failed) · length" in told(START, older)[1]
+
+
+def test_a_domain_or_an_evaluation_without_any_reward_has_none() -> None:
+    mixed = {**ROLLOUT, "reward": 0.5, "reward_std": 0.1, "groups_differ": 1.0, "reward/b": 0.5}
+    assert "reward 0.5 ± 0.1 (a none · b 0.5)" in told(START, mixed)[1]
+    evaluations = [{"kind": "eval", "step": at, "reward": None, "samples": 4, "seconds": 0.1} for at in (0, 3)]
+    end = {"kind": "run_end", "status": "finished", "exit_code": 0, "step": 3, "goodput": {"elapsed": 1.0}}
+    text = told(START, *evaluations, end)[1]
+    assert "reward none  (4 samples)" in text and "none → none" in text and "NaN" not in text
+
+
+def test_the_rollout_that_ends_a_run_is_of_a_step_not_reached() -> None:
+    """It had the label of the rollout before it, and took its place in the report."""
+    events: list[Any] = []
+    nothing = {field.name: None for field in fields(Rollouts)}
+    algorithm = SimpleNamespace(reward_failure=RewardFailureConfig(rollouts=1), steps_in_turn=2, group_size=2)
+    values: dict[str, Any] = {**nothing, "plan": SimpleNamespace(steps=9), "algorithm": algorithm, "emit": events.append}
+    rollouts = Rollouts(**{**values, "decode": str, "prompts": Prompts([{}])})
+    sampled = Sampled([Sample(0, ([1], Completion([2], [-1.0], True)), "words", math.nan)] * 2, {}, {})
+    with pytest.raises(TrainingStopped):
+        rollouts._check_rewards(2, sampled, 1)
+    assert [(event.kind, event.step, event.trained) for event in events] == [("rollout", 4, False), ("completions", 4, False)]
+    assert (events[0].reward_std, events[0].groups_differ) == (None, None)
+    text = told(START, plain(events[0].values()))[1]
+    assert "rollout, to step 4 (not reached): no reward (all 2 episodes failed)" in text
