@@ -24,6 +24,7 @@ from drumline.core.section import (
     Count,
     Epochs,
     Rate,
+    RefusesNull,
     Section,
     Short,
     Steps,
@@ -225,7 +226,9 @@ class CheckpointConfig(Section):
         description="Save every N steps, or `N epochs`; auto: as often as faults make it worth (`drumline plan --mtbf-hours`); null: only"
         " at the end and when the run is stopped.",
     )
-    keep: int = Field(2, gt=0, le=10**6, description="Keep the newest N checkpoints.")
+    keep: Annotated[int, RefusesNull("set a number of checkpoints, or leave it out for 2")] = Field(
+        2, gt=0, le=10**6, description="Keep the newest N checkpoints."
+    )
     keep_best: bool = Field(True, description="Also keep the best checkpoint by eval.metric.")
     asynchronous: bool = Field(True, description="Write in the background while training goes on.")
     verify: bool = Field(True, description="Check every shard's checksum before loading.")

@@ -269,6 +269,8 @@ def lay_over(values: dict[str, Any], override: str) -> Place:
     place = tuple(dotted.split("."))
     if not equals or "" in place:
         raise ConfigError(f"{override!r} is no override", where="command line", fix="write key=value, such as optimizer.lr=1e-4")
+    if not text.strip():  # often a variable of the shell that is not set
+        raise _override_error(override, "nothing given", f"write a value, or {dotted}=null")
     try:
         value = read_yaml(text, "value")[0]
     except ConfigError as error:

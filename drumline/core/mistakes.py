@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from drumline.core.config import Config
 from drumline.core.registry import Spec, kinds, literal_kinds, nearest
-from drumline.core.section import Short, null_means_default
+from drumline.core.section import Short, null_means_default, refusal_of_null
 from drumline.core.yaml_lines import Place
 from drumline.errors import ConfigError
 
@@ -129,6 +129,10 @@ def _is_plain_union(place: Place) -> bool:
 def _describe(detail: Any, place: Place, kind: str | None) -> tuple[str, str]:
     """(what is wrong, how to mend it) of one of pydantic's errors."""
     error, given, context = detail["type"], detail["input"], detail.get("ctx", {})
+    field = field_at(place)
+    refusal = None if field is None or given is not None else refusal_of_null(field)
+    if refusal is not None and error != "missing":
+        return "null has no clear meaning here", refusal.fix
     if error == "extra_forbidden":
         return _unknown_key(place, kind)
     if error == "missing":
@@ -216,6 +220,9 @@ def _missing(place: Place) -> tuple[str, str]:
 def _no_kind(error: str, given: Any, place: Place) -> tuple[str, str]:
     kinds = kinds_at(place)
     there = f"choose one of {', '.join(kinds)}"
+    if isinstance(given, dict) and "kind" in given and given["kind"] is None:
+        fix = "choose one of them" if len(kinds) > 1 else "write it"
+        return f"`kind` is null, and must be one of {', '.join(kinds)}", fix
     if error == "union_tag_invalid":
         tag = given.get("kind") if isinstance(given, dict) else given
         guess = nearest(str(tag), kinds)
@@ -348,7 +355,10 @@ def field_at(place: Place) -> FieldInfo | None:
 
 def null_means_default_at(place: Place, kind: str | None) -> bool:
     """Whether null at a place only means its default, in each section that may stand around it (of `kind`, where that is known)."""
-    around = [model for model in models_at(place[:-1]) if kind is None or kind_of(model) in (None, kind)]
+    sections = models_at(place[:-1])
+    if place[-1] == "kind" and len(sections) > 1:
+        return False  # it selects the section
+    around = [model for model in sections if kind is None or kind_of(model) in (None, kind)]
     fields = [model.model_fields[place[-1]] for model in around if place[-1] in model.model_fields]
     return bool(fields) and all(null_means_default(field) for field in fields)
 

@@ -11,7 +11,20 @@ from pydantic import AfterValidator, Field, model_validator
 from drumline.core.algorithm import AuxiliaryModel, ChunkedSpec, HeadOutput
 from drumline.core.data import PROMPT_FORMS, Forms
 from drumline.core.model import Model
-from drumline.core.section import KIND_ALONE, MOST_SAMPLES, MOST_WEIGHT, Above0, Amount, Count, PathText, Seconds, Section, Steps, Weight
+from drumline.core.section import (
+    KIND_ALONE,
+    MOST_SAMPLES,
+    MOST_WEIGHT,
+    Above0,
+    Amount,
+    Count,
+    PathText,
+    RefusesNull,
+    Seconds,
+    Section,
+    Steps,
+    Weight,
+)
 from drumline.errors import DataError
 
 if TYPE_CHECKING:
@@ -238,7 +251,9 @@ class RolloutSpec(ChunkedSpec):
         """Rollouts under way while another one is learned from."""
         return 0
 
-    rewards: list[Reward] = Field(
+    rewards: Annotated[
+        list[Reward], RefusesNull("list the rewards, or leave it out for that of tasks")
+    ] = Field(
         default_factory=lambda: list[Reward]([TaskReward()]), min_length=1, description="What an episode is worth: a weighted sum."
     )
     reward_workers: int | None = Field(

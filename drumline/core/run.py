@@ -9,7 +9,19 @@ from pydantic import Field, model_validator
 
 from drumline.core.heartbeat import LIMITS
 from drumline.core.registry import Named
-from drumline.core.section import MOST_RANKS, MOST_SEED, MOST_WEIGHT, Count, Epochs, PathText, Rate, Seconds, Section, Steps
+from drumline.core.section import (
+    MOST_RANKS,
+    MOST_SEED,
+    MOST_WEIGHT,
+    Count,
+    Epochs,
+    PathText,
+    Rate,
+    RefusesNull,
+    Seconds,
+    Section,
+    Steps,
+)
 from drumline.core.urls import LocalPath
 
 MOST_NEW = 64  # tokens of a sample, unless set
@@ -178,7 +190,9 @@ class RunConfig(Section):
     )
     profile: ProfileConfig | None = Field(None, description="Trace a few steps; null: none. Changes no number.")
     callbacks: tuple[PathText, ...] = Field((), description="Your classes called after each step, save and evaluation: file.py:Name.")
-    report_to: tuple[Reporter, ...] = Field(("tensorboard",), description="Where metrics are written besides events.jsonl.")
+    report_to: Annotated[
+        tuple[Reporter, ...], RefusesNull("[] for no tracker, or leave it out for tensorboard")
+    ] = Field(("tensorboard",), description="Where metrics are written besides events.jsonl.")
     tracker: TrackerConfig = Field(default_factory=TrackerConfig, description="Project, name, group, tags and notes in these.")
 
     @model_validator(mode="after")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.fields import FieldInfo
@@ -71,16 +72,41 @@ class Section(BaseModel):
         return made
 
 
-def null_means_default(field: FieldInfo) -> bool:
-    """Whether null, at a key whose type has no null, can only mean its default: an empty list or dictionary, or a section without keys.
+@dataclass(frozen=True)
+class RefusesNull:
+    """Metadata of a key whose default does something that null may be meant to turn off."""
 
-    Not so where the default does something that null may be meant to turn off, such as PPO's `kl`."""
-    if field.is_required() or field.default_factory_takes_validated_data:
+    fix: str  # what to write for either
+
+
+def null_means_default(field: FieldInfo) -> bool:
+    """Return whether null at a key means its default.
+
+    It does wherever the type has no null, apart from a `kind` that selects its section and from
+    keys that are marked `RefusesNull`.
+    """
+    if field.is_required() or _admits_null(field.annotation):
         return False
-    default = field.get_default(call_default_factory=True)
-    if isinstance(default, BaseModel):
-        return default.model_dump() == type(default)().model_dump()
-    return isinstance(default, list | tuple | dict) and not default
+    selects_section = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+    return not selects_section and refusal_of_null(field) is None
+
+
+def refusal_of_null(field: FieldInfo) -> RefusesNull | None:
+    """Return why null is refused at a key; None if no reason is listed."""
+    for part in field.metadata:
+        if isinstance(part, RefusesNull):
+            return part
+    return None
+
+
+def _admits_null(annotation: Any) -> bool:
+    """Return whether null is a value of a type, unions in unions included."""
+    if annotation in (None, NoneType, Any):
+        return True
+    if get_origin(annotation) is Literal:
+        return None in get_args(annotation)
+    is_alternative = get_origin(annotation) in (Union, UnionType, Annotated)
+    return is_alternative and any(_admits_null(part) for part in get_args(annotation))
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +140,11 @@ def kinds_without_keys(full: dict[str, Any], handler: GetJsonSchemaHandler) -> l
     if set(section.get("required", ())) - {"kind"}:
         return []
     kind = section["properties"]["kind"]
-    return list(kind.get("enum", [kind.get("const")]))
+    found: list[str] = []
+    for choice in kind.get("anyOf", [kind]):  # null is one where it means the default
+        if choice.get("type") != "null":
+            found += choice.get("enum", [choice.get("const")])
+    return found
 
 
 # `strategy: ddp` is short for `strategy: {kind: ddp}`.

@@ -125,8 +125,8 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     (DATA, ["data.train.0.columns=3"], ["keys and values are wanted", "known keys: chosen, completion"]),
     (DATA, ["data.train.0=null"], ["keys and values are wanted", "write {kind: …}, with a kind of file, hub"]),
     # null where it may be meant to turn something off, and where a section cannot be empty
-    (DATA, ["algorithm={kind: ppo, kl: null}"], ["nothing given, keys and values are wanted", "leave it out"]),
-    (DATA, ["run.report_to=null"], ["nothing given, a list is wanted"]),
+    (DATA, ["algorithm={kind: ppo, kl: null}"], ["null has no clear meaning here", "{coefficient: 0}"]),
+    (DATA, ["run.report_to=null"], ["null has no clear meaning here", "[] for no tracker"]),
     (DATA, ["adapter={kind: nil}"], ["no kind 'nil' here", "choose one of none, lora"]),
     (DATA, ["run.steps=0", "run.steps=-1"], ["override run.steps=-1"]),
 ]
@@ -331,7 +331,7 @@ def test_sources_of_an_override_are_those_of_a_yaml(
     ("change", "line"),
     [
         ("eval.every=2.5", "override eval.every=2.5: 2.5 given, a whole number is wanted — the default is null"),
-        ("eval.metric=null", 'override eval.metric=null: nothing given, text is wanted — the default is "loss"'),
+        ("eval.metric=3", 'override eval.metric=3: 3 given, text is wanted — put it in quotes'),
     ],
 )
 def test_a_default_that_depends_on_a_mistake_is_none_itself(change: str, line: str) -> None:

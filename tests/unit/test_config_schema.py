@@ -13,10 +13,11 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from drumline.core.config import Config
-from drumline.core.load import schema
-from drumline.core.mistakes import kinds_at, models_at
+from drumline.core.load import load_text, schema
+from drumline.core.mistakes import kind_of, kinds_at, models_at, null_means_default_at
 from drumline.core.registry import Registered
 from drumline.core.section import Short
+from drumline.errors import ConfigError
 
 DATA = {"train": [{"kind": "file", "path": "x.jsonl"}]}
 VALIDATOR = jsonschema.Draft202012Validator(schema())
@@ -155,3 +156,67 @@ def test_every_example_is_valid() -> None:
         values = json.loads(json.dumps(yaml.safe_load(path.read_text())))
         wrong = [error.message for error in VALIDATOR.iter_errors(values) if not isinstance(error.instance, str)]  # 1e-5 is text to PyYAML
         assert not wrong, (path.name, wrong)
+
+
+# Keys with a default at which null is refused, apart from a `kind` that selects a section.
+NULL_IS_REFUSED = {
+    "algorithm.kl": "of PPO: null may mean no KL penalty, which is not the default",
+    "algorithm.rewards": "null may mean no reward, which is not the default",
+    "checkpoint.keep": "null may mean all checkpoints, and the default deletes some",
+    "run.report_to": "null may mean no tracker, which is not the default",
+}
+
+
+def keys_with_default() -> dict[tuple[type[BaseModel], str], tuple[str, ...]]:
+    """(section, key) → a place of the key, of all keys that have a default."""
+    found: dict[tuple[type[BaseModel], str], tuple[str, ...]] = {}
+
+    def walk(model: type[BaseModel], place: tuple[str, ...]) -> None:
+        for name, field in model.model_fields.items():
+            if (model, name) in found:
+                continue
+            if not field.is_required():
+                found[model, name] = (*place, name)
+            for inside in models_at((*place, name)):
+                walk(inside, (*place, name))
+
+    walk(Config, ())
+    return found
+
+
+def test_null_is_accepted_wherever_there_is_a_default() -> None:
+    """Either the type has a null, or null means the default; other keys are listed, each with its reason."""
+    sections = VALIDATOR.schema["$defs"]
+    refused: set[str] = set()
+    found = keys_with_default()
+    assert len(found) > 400
+    for (model, name), place in found.items():
+        if name == "kind" and len(models_at(place[:-1])) > 1:  # it selects the section
+            continue
+        field = model.model_fields[name]
+        accepts = type(None) in get_args(field.annotation) or null_means_default_at(place, kind_of(model))
+        if not accepts:
+            refused.add(".".join(place))
+        elif model is not Config:
+            key = sections[model.__name__]["properties"][name]
+            assert '{"type": "null"}' in json.dumps(key), place
+    assert refused == NULL_IS_REFUSED.keys()
+
+
+@pytest.mark.parametrize("key", ["data.holdout", "data.max_length", "eval.mode", "eval.metric", "optimizer.betas", "model.kind", "precision.kind"])
+def test_null_is_the_default(key: str) -> None:
+    assert load_text("data: x.jsonl", [f"{key}=null"]) == load_text("data: x.jsonl", [])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["adapter.kind=null"], "`kind` is null, and must be one of none, lora — choose one of them"),
+        (["checkpoint.keep=null"], "null has no clear meaning here — set a number of checkpoints, or leave it out for 2"),
+        (["algorithm=ppo", "algorithm.kl=null"], "null has no clear meaning here — {coefficient: 0} for none"),
+    ],
+)
+def test_where_null_is_refused_the_line_gives_the_choice(overrides: list[str], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_text("data: x.jsonl", overrides)
+    assert line in caught.value.line()

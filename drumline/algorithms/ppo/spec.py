@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,7 +10,7 @@ from drumline.algorithms.specs import PromptSpec
 from drumline.core.algorithm import AuxiliaryModel
 from drumline.core.model import Head, Model
 from drumline.core.rollouts import KLConfig
-from drumline.core.section import Above0, Weight
+from drumline.core.section import Above0, RefusesNull, Weight
 
 if TYPE_CHECKING:
     from drumline.core.config import Config
@@ -36,7 +36,12 @@ class PPOConfig(PromptSpec):
     value_lr: float | None = Field(None, gt=0, le=1000, description="separate: its peak learning rate; null: the policy's.")
     whiten: bool = Field(True, description="Advantages to mean 0, variance 1 over all tokens of the rollout, on all ranks.")
     entropy_weight: Weight = Field(0.0, description="Weight of the entropy bonus.")
-    kl: KLConfig = Field(default_factory=lambda: KLConfig.model_validate(KL), description="Divergence from a reference model, as a cost.")
+    kl: Annotated[
+        KLConfig, RefusesNull("{coefficient: 0} for none, or leave it out for the default")
+    ] = Field(
+        default_factory=lambda: KLConfig.model_validate(KL),
+        description="Divergence from a reference model, as a cost.",
+    )
 
     @model_validator(mode="before")
     @classmethod
