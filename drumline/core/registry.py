@@ -308,6 +308,21 @@ def imported(load: Callable[[], Any], name: str, where: str, doing: str = "impor
         raise ConfigError(f"{doing} {name} raised {class_and_line(error)}: {error}", where=where) from error
 
 
+def call_own(function: Callable[..., Any], path: str, where: str, *arguments: Any) -> Any:
+    """Call a function of the user's own that runs during training, and return what it gives.
+
+    Raises ConfigError that names the key, the function and the line that raised. After an OSError
+    it is a DrumlineError, which a restart may pass: a read may have failed for once.
+    """
+    try:
+        return function(*arguments)
+    except DrumlineError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever a stranger's function raises
+        error_type = DrumlineError if isinstance(error, OSError) else ConfigError
+        raise error_type(f"{path} raised {class_and_line(error)}: {error}", where=where) from error
+
+
 def perhaps(word: str, names: Iterable[str]) -> str:
     """`; did you mean …?`, or nothing."""
     close = nearest(word, names)

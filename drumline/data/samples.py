@@ -26,7 +26,7 @@ from drumline.core.registry import find_object, imported
 from drumline.data.places import locate
 from drumline.data.sources import describe, open_rows
 from drumline.data.stream import GlobalOrder, assign
-from drumline.errors import DataError
+from drumline.errors import DataError, DrumlineError
 from drumline.foreign import class_and_line, first_line, judged
 from drumline.models.containers import each_tensor
 from drumline.vendor.torch import tree_leaves
@@ -120,6 +120,18 @@ def identify_samples(sources: Sequence[Source], base_dir: Path, samples: Samples
     return DataIdentity(cache=", ".join(map(describe, sources)), content=content, rows=len(samples), row_set=row_set, code=code)
 
 
+def _read_row(samples: Samples, index: int) -> Any:
+    """Return a row. Raises DataError for what the user's own code raises; after an OSError a DrumlineError, which a restart may pass."""
+    try:
+        return samples[index]
+    except DrumlineError:
+        raise
+    except Exception as error:
+        error_type = DrumlineError if isinstance(error, OSError) else DataError
+        what = f"row {index} cannot be read: {class_and_line(error)}: {first_line(error)}"
+        raise error_type(what, where="data.train") from error
+
+
 def _digests(samples: Samples, places: list[int]) -> list[str]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -128,10 +140,7 @@ def _digests(samples: Samples, places: list[int]) -> list[str]:
 
 def _digest(samples: Samples, index: int) -> str:
     """Of a row: its numbers and texts; of any other thing its type alone."""
-    try:
-        leaves = tree_leaves(samples[index])
-    except Exception as error:  # the user's own code
-        raise DataError(f"row {index} cannot be read: {class_and_line(error)}: {first_line(error)}", where="data.train") from error
+    leaves = tree_leaves(_read_row(samples, index))
     digest = sha256()
     for leaf in leaves:
         value = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy() if isinstance(leaf, torch.Tensor) else leaf
@@ -247,7 +256,8 @@ class SampleCollator:
 
     def __call__(self, ids: list[int]) -> SampleBatch:
         real = [index for index in ids if index >= 0]
-        content = self.collate([self.samples[index] for index in real or [0]])
+        rows = [_read_row(self.samples, index) for index in real or [0]]
+        content = self.collate(rows)
         return SampleBatch(content, 0.0 if not real else float(len(real)) if self.weigh is None else _weight(self.weigh(content)))
 
 

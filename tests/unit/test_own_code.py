@@ -7,6 +7,7 @@ import sqlite3
 import sys
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -15,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from drumline.algorithms.python.objective import FIELDS, OURS, PythonObjective
+from drumline.algorithms.python.spec import PythonConfig
 from drumline.core.data import FileSource, PythonSource
 from drumline.core.load import Loaded, load, saved_config
 from drumline.core.plan import Plan
-from drumline.core.registry import _own
+from drumline.core.registry import _own, find_object
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import SampleBatch, SampleCollator, Samples, collate_rows, identify_samples, read_samples
 from drumline.dist.reduce import Gather
@@ -91,6 +93,48 @@ def test_weights_that_are_none(weight: Any) -> None:
     with pytest.raises(DataError, match=r"algorithm\.weight: gave .* — return a number of 0 or more"):
         SampleCollator(Samples([[1, 2]]), list, lambda content: weight)([0, 1])
     assert SampleCollator(Samples([[1, 2]]), list, lambda content: float(torch.tensor(0.25)))([0]).weight == 0.25
+
+
+OWN_FUNCTIONS = """
+def collate(rows):
+    raise {error}("of my own")
+
+def weight(batch):
+    return batch["none"]
+
+def rows():
+    class Rows(list):
+        def __getitem__(self, index):
+            raise {error}("of a row")
+    return Rows([1, 2])
+"""
+
+
+def collated(folder: Path, error: str, rows: Any, **keys: str) -> DrumlineError:
+    """What a batch of own functions raises."""
+    (folder / "own_batches.py").write_text(OWN_FUNCTIONS.format(error=error))
+    spec = PythonConfig(path="own_batches.py:collate", **keys)
+    plan: Any = SimpleNamespace(base_dir=str(folder))
+    with pytest.raises(DrumlineError) as caught:
+        spec.collator(plan, None)(Samples([rows]))([0, 1])
+    return caught.value
+
+
+def test_what_functions_of_batches_raise_names_key_function_and_line(tmp_path: Path) -> None:
+    failed = collated(tmp_path, "ValueError", [1, 2], collate="own_batches.py:collate")
+    assert failed.line() == "algorithm.collate: own_batches.py:collate raised ValueError in own_batches.py:3: of my own"
+    assert failed.exit_code == 2
+    weighed = collated(tmp_path, "ValueError", [{"a": 1}, {"a": 2}], weight="own_batches.py:weight")
+    assert weighed.line() == "algorithm.weight: own_batches.py:weight raised KeyError in own_batches.py:6: 'none'"
+    no_file = collated(tmp_path, "OSError", [1, 2], collate="own_batches.py:collate")
+    assert no_file.exit_code == 1, "a restart may pass it"
+
+
+def test_a_row_that_raises_in_training_is_named(tmp_path: Path) -> None:
+    (tmp_path / "own_rows.py").write_text(OWN_FUNCTIONS.format(error="ValueError"))
+    rows = find_object("own_rows.py:rows", tmp_path, "data source", "function")()
+    failed = collated(tmp_path, "ValueError", rows)
+    assert failed.line() == "data.train: row 0 cannot be read: ValueError in own_rows.py:11: of a row"
 
 
 def test_a_metric_takes_no_field_s_place() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -11,7 +12,7 @@ from pydantic import Field
 from drumline.core.algorithm import AlgorithmSpec, HeadOutput
 from drumline.core.data import Forms
 from drumline.core.plan import Plan
-from drumline.core.registry import find_object
+from drumline.core.registry import call_own, find_object
 from drumline.core.section import PathText
 
 if TYPE_CHECKING:
@@ -44,6 +45,13 @@ class PythonConfig(AlgorithmSpec):
         path = getattr(self, name)
         return None if path is None else find_object(path, base_dir, f"algorithm.{name}", "function")
 
+    def _find_checked(self, name: str, base_dir: Path) -> Callable[..., Any] | None:
+        """Return the function that a key names, whose errors name the key; None if it is not set."""
+        function = self.find(name, base_dir)
+        if function is None:
+            return None
+        return partial(call_own, function, getattr(self, name), f"algorithm.{name}")
+
     def build_in(self, base_dir: Path) -> PythonObjective:
         from drumline.algorithms.python.objective import PythonObjective
 
@@ -53,5 +61,5 @@ class PythonConfig(AlgorithmSpec):
         from drumline.data.samples import SampleCollator, default_collate_of
 
         base = Path(plan.base_dir)
-        collate, weigh = self.find("collate", base), self.find("weight", base)
+        collate, weigh = self._find_checked("collate", base), self._find_checked("weight", base)
         return lambda samples: SampleCollator(samples, collate or default_collate_of(samples), weigh)
