@@ -6,6 +6,15 @@ import re
 from unicodedata import category
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+# A number or word that nobody reads whole: longer than any hash, and no part of a path.
+_LONG_WORD = re.compile(r"(?<![\w+/])[\w+]{80,}(?![\w+/])")
+
+
+def shortened(text: str, most: int = 79) -> str:
+    """Return a text of at most `most` characters as it is, else its first 20 and last 8 with their count."""
+    if len(text) <= most:
+        return text
+    return f"{text[:20]}…{text[-8:]} ({len(text):,} characters)"
 
 
 def printable(text: str, keep: str = "\n\t\u200c\u200d") -> str:
@@ -34,6 +43,7 @@ class DrumlineError(Exception):
         place = f"{self.where}: " if self.where else ""
         mend = f" — {self.fix}" if self.fix else ""
         message = " ".join(f"{place}{self.what}{mend}".split())
+        message = _LONG_WORD.sub(lambda word: shortened(word[0]), message)
         return re.sub(r"\S{500,}", lambda word: f"{word[0][:200]}…{word[0][-200:]}", printable(message, keep=""))
 
 

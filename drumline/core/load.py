@@ -18,12 +18,19 @@ from pydantic import ValidationError
 
 from drumline.core.config import Config
 from drumline.core.data import in_full, is_own
-from drumline.core.mistakes import check_numbers, first_mistake, kinds_at, null_means_default_at, short_at
+from drumline.core.mistakes import (
+    check_numbers,
+    first_mistake,
+    fix_large_number,
+    kinds_at,
+    null_means_default_at,
+    short_at,
+)
 from drumline.core.model import TEMPLATES
 from drumline.core.redact import plain, withhold
 from drumline.core.run import EvalConfig, direction
-from drumline.core.yaml_lines import Place, read_yaml, write_yaml
-from drumline.errors import CheckpointError, ConfigError, DrumlineError
+from drumline.core.yaml_lines import NumberTooLarge, Place, read_yaml, write_yaml
+from drumline.errors import CheckpointError, ConfigError, DrumlineError, shortened
 from drumline.foreign import MIB, expanded, first_line, read_object
 from drumline.foreign import read_text as plain_text
 
@@ -32,6 +39,7 @@ if TYPE_CHECKING:
     from drumline.hardware.detect import Machine
 
 Overrides = Mapping[str, Any] | Sequence[str]
+MOST_VALUE = 200  # characters of an override's value in an error line
 MOST_CONFIG = MIB  # bytes of a YAML: a large one has some thousand
 
 
@@ -148,10 +156,10 @@ class Draft:
         """The override or the line that a value came from, with its dotted key; the nearest section's line for a key that is not there."""
         for start, override in reversed(self.overrides.items()):
             if place[: len(start)] == start:
-                return f"override {override}"
+                return override_label(override)
         for start, override in self.overrides.items():
             if place and place not in self.lines and start[: len(place)] == place:
-                return f"override {override}"
+                return override_label(override)
         dotted = ".".join(place)
         for length in range(len(place), 0, -1):
             if place[:length] in self.set_at:
@@ -164,7 +172,12 @@ class Draft:
 def drafted(text: str, name: str, base: Path, over: Sheet | None = None, folder: Path | None = None, lenient: bool = False) -> Draft:
     """The values of a config, Drumline's or another tool's. `base`: the folder that it lies in; `folder`: that of a new config; `lenient`:
     what Drumline lacks is a note and no error."""
-    values, lines = read_yaml(text, name)
+    try:
+        values, lines = read_yaml(text, name)
+    except NumberTooLarge as error:
+        fix = fix_large_number(error.place) or error.fix
+        where = f"{error.where}: {'.'.join(error.place)}"
+        raise ConfigError(error.what, where=where, fix=fix) from None
     if values is None:
         raise ConfigError("the file is empty", where=name, fix="it needs at least data: rows.jsonl")
     if not isinstance(values, dict):
@@ -274,7 +287,10 @@ def lay_over(values: dict[str, Any], override: str) -> Place:
     try:
         value = read_yaml(text, "value")[0]
     except ConfigError as error:
-        raise _override_error(override, error.what, "put the value in quotes, once for the shell and once for YAML: key='\"…\"'") from None
+        fix = "put the value in quotes, once for the shell and once for YAML: key='\"…\"'"
+        if isinstance(error, NumberTooLarge):
+            fix = fix_large_number((*place, *error.place)) or fix
+        raise _override_error(override, error.what, fix) from None
     inside: Any = values
     for depth, (key, following) in enumerate(pairwise(place), start=1):
         if isinstance(inside, list):
@@ -320,7 +336,13 @@ def _index(inside: list[Any], key: str, override: str) -> int:
 
 
 def _override_error(override: str, what: str, fix: str) -> ConfigError:
-    return ConfigError(what, where=f"override {override}", fix=fix)
+    return ConfigError(what, where=override_label(override), fix=fix)
+
+
+def override_label(override: str) -> str:
+    """Return how an error line names an override: its key, and its value without the middle of a long one."""
+    key, _, value = override.partition("=")
+    return f"override {key}={shortened(value, MOST_VALUE)}"
 
 
 def to_yaml(config: Config) -> str:

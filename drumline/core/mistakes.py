@@ -9,8 +9,9 @@ import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
+from annotated_types import Le, Lt
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -351,6 +352,31 @@ def field_at(place: Place) -> FieldInfo | None:
     """The field of the schema at a place; None where there is none."""
     found = [model.model_fields[place[-1]] for model in models_at(place[:-1]) if place[-1] in model.model_fields] if place else []
     return found[0] if found else None
+
+
+def fix_large_number(place: Place) -> str | None:
+    """Return what to write in the place of a whole number that is too large; None if the key has no limit of its own."""
+    while place and place[-1].isdigit():  # of a list
+        place = place[:-1]
+    field = field_at(place)
+    limits = [] if field is None else _upper_limits(field)
+    if not limits:
+        return None
+    return f"the largest is {max(limits)}"
+
+
+def _upper_limits(field: FieldInfo) -> list[Any]:
+    """Return the upper limits of the numbers that a key takes, of each of its types."""
+    limits = [part.le if isinstance(part, Le) else part.lt for part in field.metadata if isinstance(part, Le | Lt)]
+    left: list[Any] = [field.annotation]
+    while left:
+        part = left.pop()
+        for inner in getattr(part, "__metadata__", ()):
+            if isinstance(inner, FieldInfo):
+                limits += _upper_limits(inner)
+        if get_origin(part) in (Union, UnionType, Annotated, list, tuple):
+            left += get_args(part)
+    return limits
 
 
 def null_means_default_at(place: Place, kind: str | None) -> bool:

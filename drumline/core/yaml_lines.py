@@ -17,6 +17,15 @@ Place = tuple[str, ...]
 MOST_VALUES = 100_000
 
 
+class NumberTooLarge(ConfigError):
+    """A whole number does not fit 64 bits. `place` is where it stands."""
+
+    def __init__(self, where: str, place: Place) -> None:
+        what = "not readable as YAML: a whole number of more than 64 bits"
+        super().__init__(what, where=where, fix="write a smaller one, or put it in quotes")
+        self.place = place
+
+
 class _Loader(yaml.SafeLoader):
     """Only what JSON has, too. `1e-5` is a number and `2026-01-31` is text, as in YAML 1.2; `yes` and `no` stay booleans, as in 1.1."""
 
@@ -109,7 +118,7 @@ class _Walk:
         if len(place) > MOST_DEPTH:
             raise self._refuse(node, "nested too deeply", "look for brackets that are not closed")
         if isinstance(node, yaml.ScalarNode):
-            self._scalar(node)
+            self._scalar(node, place)
         if isinstance(node, yaml.MappingNode):
             size += sum(self._pair(key, value, place) for key, value in node.value)
         elif isinstance(node, yaml.SequenceNode):
@@ -124,7 +133,7 @@ class _Walk:
     def _pair(self, key: yaml.Node, value: yaml.Node, place: Place) -> int:
         if not isinstance(key, yaml.ScalarNode):
             raise self._refuse(key, "a key that is a list or a mapping", "write `key: value`")
-        self._scalar(key)
+        self._scalar(key, place)
         here, line = (*place, str(key.value)), key.start_mark.line + 1
         if here in self.lines:
             what = f"key {key.value!r} stands twice, on lines {self.lines[here]} and {line}"
@@ -132,11 +141,11 @@ class _Walk:
         self.lines[here] = line
         return self.visit(value, here)
 
-    def _scalar(self, node: yaml.ScalarNode) -> None:
+    def _scalar(self, node: yaml.ScalarNode, place: Place) -> None:
         """Join the halves of a character that JSON escapes as two, and refuse what is no text, and numbers of more than 64 bits."""
         whole = node.tag.endswith(":int") and _INT.match(node.value)
         if whole and (len(node.value) > 80 or abs(int(node.value.replace("_", ""), 0)) >= MOST_WHOLE):
-            raise self._refuse(node, "a whole number of more than 64 bits", "write a smaller one, or put it in quotes")
+            raise NumberTooLarge(f"{self.name}:{node.start_mark.line + 1}", place)
         node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
         if mistake := "holds a NUL character" if "\0" in node.value else text_mistake(node.value):
             raise self._refuse(node, mistake, "take it out")

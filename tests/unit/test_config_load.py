@@ -327,6 +327,27 @@ def test_sources_of_an_override_are_those_of_a_yaml(
     assert [{**source.model_dump(), **said} for source, said in zip(sources, expected, strict=True)] == [s.model_dump() for s in sources]
 
 
+DIGITS = "1" * 330
+DIGITS_SHOWN = f"{'1' * 20}…{'1' * 8} (330 characters)"
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "line"),
+    [
+        ("", f"run.seed={DIGITS}", f"override run.seed={DIGITS_SHOWN}: not readable as YAML: a whole number of more than 64 bits — the largest is {2**63 - 1}"),
+        (f"run: {{seed: {2**64}}}", "", f"c.yaml:2: run.seed: not readable as YAML: a whole number of more than 64 bits — the largest is {2**63 - 1}"),
+        ("", f"eval.every={DIGITS}", "the largest is 1000000000000"),
+        ("", f"optimizer.betas=[0.9, {DIGITS}]", "the largest is 1"),
+        ("", f"model.id={DIGITS}", "put the value in quotes"),
+        (f"{DIGITS}a: 3", "", f"c.yaml:2: {'1' * 20}…{'1' * 7}a (331 characters): unknown key"),
+    ],
+)  # fmt: skip
+def test_a_long_value_is_shortened_and_a_large_number_has_its_limit(text: str, override: str, line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_text(f"{DATA}{text}", [override] if override else [], "c.yaml")
+    assert line in error.value.line() and DIGITS not in error.value.line()
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [
