@@ -280,8 +280,9 @@ def load_file(path: Path, old: Old) -> list[Old]:
         # JSON may be indented with tabs, and YAML may not.
         text = read_text(path, ConfigError).replace("\t", "  ")
     except ConfigError as error:
+        reason = error.what.removeprefix("cannot be read: ")
         raise refuse(
-            old, f"{str(path)!r} cannot be read: {error.what}", "give the path of a YAML or JSON file, relative to this one"
+            old, f"{str(path)!r} cannot be read: {reason}", "give the path of a YAML or JSON file, relative to this one"
         ) from None
     values, lines = read_yaml(text, str(path))
     if not isinstance(values, dict):

@@ -73,9 +73,15 @@ def explain(plan: Plan) -> str:
     if plan.pipeline:
         stages = [f"stage {index} on rank {index % mesh.pp}: layers {a}–{b - 1}" for index, (a, b) in enumerate(plan.pipeline.layers)]
         pipeline = [("pipeline", "; ".join([plan.pipeline.schedule, *(stages or ["stages known once the model is"])]))]
+    data_line = "not prepared yet: `drumline prepare` or `drumline train` does it"
+    if data:
+        tokens = f" ({count(data.train_tokens)} tokens)" if data.train_tokens else ""
+        data_line = f"{data.train_samples} training samples{tokens}, {data.eval_samples} held out"
+        if data.epoch_samples:
+            data_line += f"; {data.epoch_samples} an epoch"
     rows = [
         ("run folder", plan.run_dir),
-        ("model", f"{plan.config.model.id or 'written out'} ← {plan.model_path or 'config'}"),
+        ("model", _model(plan)),
         ("mesh", " × ".join(f"{name} {size}" for name, size in mesh.model_dump().items()) + f" = {mesh.world_size} ranks"),
         ("engine", f"{plan.engine}, {strategy_name(plan)}, {plan.backend} on {plan.device}, {plan.precision}"),
         ("memory", f"activation checkpointing {checkpointing(plan)}, offload {plan.offload}{' and activations' * moves}"),
@@ -83,13 +89,7 @@ def explain(plan: Plan) -> str:
         *pipeline,
         ("steps", f"{plan.steps if plan.steps is not None else 'known once the data is prepared'}, {_warm_up(plan)} of them warm-up"),
         ("learning rate", f"{plan.lr:g}, {plan.config.schedule.kind}"),
-        (
-            "data",
-            f"{data.train_samples} training samples ({count(data.train_tokens)} tokens), {data.eval_samples} held out"
-            + (f"; {data.epoch_samples} an epoch" if data.epoch_samples else "")
-            if data
-            else "not prepared yet: `drumline prepare` or `drumline train` does it",
-        ),
+        ("data", data_line),
     ]
     rows += [("mixture", line.removeprefix("data.train: ")) for line in (data.mixture if data else ())]
     if plan.deepspeed:
@@ -103,6 +103,14 @@ def explain(plan: Plan) -> str:
     if predicted.flops_per_token:
         rows.append(("FLOPs a token", f"{predicted.flops_per_token:.4g}"))
     return "\n".join(f"{name:<14} {value}" for name, value in (*rows, *(("because", line) for line in plan.why)))
+
+
+def _model(plan: Plan) -> str:
+    """Return the model, and where its weights or its shape come from."""
+    model = plan.config.model
+    if model.builder is not None:
+        return f"a module of your own ← {model.builder}"
+    return f"{model.id or 'written out'} ← {plan.model_path or 'config'}"
 
 
 def _warm_up(plan: Plan) -> str:

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 Overrides = Mapping[str, Any] | Sequence[str]
 MOST_VALUE = 200  # characters of an override's value in an error line
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+MOST_NAMED = 5  # files of a folder, in an error line
 MOST_CONFIG = MIB  # bytes of a YAML: a large one has some thousand
 
 
@@ -134,8 +136,22 @@ def load_lines(text: str, overrides: list[str], name: str) -> Loaded:
 
 def read_text(path: Path) -> str:
     """The text of a config file. Raises ConfigError."""
+    if path.is_dir():
+        raise ConfigError("is a folder, and one file is wanted", where=str(path), fix=_file_meant(path))
     text = plain_text(path, ConfigError, "give the path of a YAML; examples/ has some to copy", MOST_CONFIG)
     return text.replace("\t", "  ") if path.suffix == ".json" else text  # JSON may be indented with tabs, YAML may not
+
+
+def _file_meant(folder: Path) -> str:
+    """Return which files of a folder may be meant in its place."""
+    try:
+        names = sorted(each.name for each in folder.iterdir() if each.suffix in CONFIG_SUFFIXES)
+    except OSError:
+        names = []
+    if not names:
+        return "give the path of a YAML; examples/ has some to copy"
+    more = f" or one of {len(names) - MOST_NAMED} others" if len(names) > MOST_NAMED else ""
+    return f"name the file in it that is meant: {', '.join(names[:MOST_NAMED])}{more}"
 
 
 @dataclass

@@ -11,7 +11,7 @@ from drumline.core.config import Config
 from drumline.core.data import HubSource
 from drumline.core.explain import count, explain, strategy_name
 from drumline.core.load import changed_values
-from drumline.core.plan import Plan
+from drumline.core.plan import DataPlan, Plan
 from drumline.core.redact import redact
 from drumline.core.yaml_lines import write_yaml
 from drumline.errors import ModelError
@@ -66,7 +66,7 @@ def _sections(run_dir: Path, plan: Plan, events: list[Event], origin: dict[str, 
 
     return [
         "## Data\n" + _table([("source", "kind"), *((_source(source), source.kind) for source in plan.config.data.train)]),
-        *([f"{data.train_samples:,} training samples, {data.train_tokens:,} tokens; {data.eval_samples:,} held out."] if data else []),
+        *([_counts(data)] if data else []),
         *[f"- {_text(short(line))}" for line in (data.notes if data else ())],
         *_measured(events, origin.get("step")),
         f"## Command\n    drumline train {name}.yaml\n\nwith this as {name}.yaml (paths of the machine are shortened):",
@@ -74,6 +74,12 @@ def _sections(run_dir: Path, plan: Plan, events: list[Event], origin: dict[str, 
         f"## Plan\n{strategy_name(plan)} on {plan.mesh.world_size} × {plan.device}.\n\n```\n{short(explain(plan))}\n```",
         f"## Versions\nWritten with {', '.join(made)}.",
     ]
+
+
+def _counts(data: DataPlan) -> str:
+    """Return how much data the run had; samples of a module of the user's own have no tokens."""
+    tokens = f", {data.train_tokens:,} tokens" if data.train_tokens else ""
+    return f"{data.train_samples:,} training samples{tokens}; {data.eval_samples:,} held out."
 
 
 def _measured(events: list[Event], exported: Any) -> list[str]:

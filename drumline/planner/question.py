@@ -16,7 +16,7 @@ from typing import Any
 from drumline.core import mirror
 from drumline.core.cluster import cluster_from_string
 from drumline.core.config import Config, LoRAConfig
-from drumline.core.load import Loaded, load_lines, load_text, reader
+from drumline.core.load import Loaded, load_lines, load_text, override_label, reader
 from drumline.core.model import ModelConfig
 from drumline.core.plan import DataPlan, RolePlan
 from drumline.core.registry import entry_points, package_of
@@ -33,6 +33,9 @@ from drumline.planner.sizes import Found, sizes_of
 from drumline.report.bars import OnProgress
 
 OVERRIDE = re.compile(r"[\w.]+=")
+CLUSTER_FORM = (
+    "write 8xh100-80g, or 2x8xh100-80g for two hosts of eight; `drumline plan --devices` lists devices"
+)
 FLAGS = "flags"  # the name of a config that was not read from a file
 WITHOUT_DATA = "data: {train: [{kind: file, path: data.jsonl}]}"
 IMAGES = "algorithm={kind: classify, modality: image}"
@@ -65,7 +68,7 @@ class Flags:
         cluster = self.cluster
         if cluster is not None:
             if not cluster.strip():
-                raise UserError("is empty", where="--cluster", fix="such as 4x4090; leave it out for this machine")
+                raise UserError("is empty", where="--cluster", fix=f"{CLUSTER_FORM}; leave it out for this machine")
             keys = cluster_from_string(cluster)  # so that an override can add more
             cluster = json.dumps(keys) if isinstance(keys, dict) and not cluster.lstrip().startswith("{") else cluster
         values = vars(self) | {"model": model, "cluster": cluster, "adapter": self.adapter and ADAPTERS[self.adapter]}
@@ -82,10 +85,21 @@ def mistakes_by_flag(overrides: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        flag = overrides.get((error.where or "").removeprefix("override "))
+        labels = {override_label(override): flag for override, flag in overrides.items()}
+        flag = labels.get(error.where or "")
         if flag is None:
             raise
+        if flag.startswith("--cluster "):
+            raise _cluster_mistake(error, flag) from None
         raise ConfigError(error.what, where=flag, fix=error.fix) from None
+
+
+def _cluster_mistake(error: ConfigError, flag: str) -> ConfigError:
+    """Return a mistake in `--cluster` with the form of the flag, in the place of keys of the YAML."""
+    what, _, advice = error.what.partition(" — ")
+    guess = re.search(r"did you mean [^?]*\?", advice)
+    fix = CLUSTER_FORM if guess is None else f"{guess[0]} {CLUSTER_FORM}"
+    return ConfigError(what, where=flag, fix=fix)
 
 
 def load_with_flags(config: str | Path | Mapping[str, Any] | None, overrides: list[str], flags: Flags) -> Loaded:

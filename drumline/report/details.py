@@ -162,12 +162,15 @@ def data(run: RunFacts, drawings: Drawings) -> Html | None:
     tokens, learned = known.get("train_tokens", 0.0), known.get("train_learned")
     in_loss = f"{learned:,.0f} ({learned / tokens:.1%})" if learned and tokens else None
     passes = run.last("step").get("epoch")
-    pairs = [("training samples", f"{known['train_samples']:,.0f}"), ("tokens", f"{tokens:,.0f}"), ("tokens in the loss", in_loss)]
+    all_tokens = f"{tokens:,.0f}" if tokens else None  # samples of a module of the user's own have none
+    pairs = [("training samples", f"{known['train_samples']:,.0f}"), ("tokens", all_tokens), ("tokens in the loss", in_loss)]
     pairs += [
         ("held-out samples", f"{known.get('eval_samples', 0):,.0f}"),
         ("passes over the data", f"{passes:.3g}" if number(passes) is not None else None),
     ]
-    trained = sum(value for _, value in run.points("step", "tokens"))
+    trained = 0.0
+    if tokens:
+        trained = sum(value for _, value in run.points("step", "tokens"))
     counts = facts([*pairs, ("tokens trained on", f"{trained:,.0f}" if trained else None)])
     found = mapping(run.plan.get("data")).get("sources")
     sources = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []

@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 
 from drumline import cli
+from drumline.compat.convert import convert
 from drumline.core.config import Config
 from drumline.core.load import changed_values, load, load_text, override, refused, schema, to_yaml
 from drumline.core.mistakes import SYNONYMS, field_at, kinds_at
@@ -206,8 +207,13 @@ def test_names_of_other_tools_lead_to_keys_that_are_there() -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load(tmp_path / "none.yaml", [])
-    with pytest.raises(ConfigError, match="a folder, not a file"):
+    with pytest.raises(ConfigError, match="is a folder, and one file is wanted — give the path of a YAML"):
         load(tmp_path, [])
+    for name in ("ds.json", "train.yaml", "rows.txt"):
+        (tmp_path / name).touch()
+    for read in (lambda: load(tmp_path, []), lambda: convert(tmp_path)):
+        with pytest.raises(ConfigError, match="is a folder, and one file is wanted — name the file in it that is meant: ds.json, train.yaml$"):
+            read()
     (tmp_path / "latin.yaml").write_bytes(b"a: 1\nb: \xe9\n")
     with pytest.raises(ConfigError, match=r"latin\.yaml:2: not UTF-8"):
         load(tmp_path / "latin.yaml", [])

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from drumline.algorithms.python.objective import FIELDS, OURS, PythonObjective
 from drumline.algorithms.python.spec import PythonConfig
 from drumline.core.data import FileSource, PythonSource
+from drumline.core.explain import explain
 from drumline.core.load import Loaded, load, saved_config
 from drumline.core.plan import Plan
 from drumline.core.registry import _own, find_object
@@ -300,6 +301,16 @@ def test_texts_stay_a_list_and_the_largest_number_stays_whole() -> None:
 def test_sources_that_give_no_samples(tmp_path: Path, source: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line):
         make_plan(Request(loaded(tmp_path, data={"train": [source]}), 1), on_progress=lambda *_: None)
+
+
+def test_a_dry_run_counts_no_tokens_where_there_are_none(tmp_path: Path) -> None:
+    request = Request(loaded(tmp_path, data={"train": rows_of_each_kind(tmp_path)[:1]}), 1)
+    plan = make_plan(request, on_progress=lambda *_: None, dry_run=True)
+    lines = [line for line in explain(plan).splitlines() if line.startswith(("model ", "data "))]
+    assert lines == [
+        "model          a module of your own ← own_code_of_a_test.py:build",
+        "data           2 training samples, 0 held out",
+    ]
 
 
 def test_prepare_says_that_there_is_nothing_to_prepare(tmp_path: Path) -> None:

@@ -204,6 +204,23 @@ def test_what_if(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
+    ("cluster", "what"),
+    [
+        ("64xh100", "no host holds 64 GPUs — write 8xh100-80g, or"),
+        ("8xnope", "no device 'nope' in the catalog — write 8xh100-80g, or"),
+        ("h100x8", "did you mean h100-80g or h200? write 8xh100-80g, or"),
+        ("0xh100", "0 given, a number greater than 0 is wanted — write 8xh100-80g, or"),
+        ("", "is empty — write 8xh100-80g, or"),
+        ("{nope: 1}", "unknown key 'nope' — write 8xh100-80g, or"),
+    ],
+)
+def test_a_mistake_in_the_cluster_flag_has_the_form_of_the_flag(run: Run, cluster: str, what: str) -> None:
+    code, _, error = run("plan", "--model", "llama-3.1-8b", "--cluster", cluster)
+    assert code == 2 and what in error
+    assert "2x8xh100-80g for two hosts of eight" in error and "per_node" not in error and "cluster.devices" not in error
+
+
+@pytest.mark.parametrize(
     ("flags", "told"),
     [
         (["--cluster", "2x4x4090"], True),
@@ -320,9 +337,9 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "nothing said": ([], ["drumline plan --model llama-3.1-8b --cluster 4x4090"]),
     "unknown device": (["--model", "gpt2", "--cluster", "4x4091"], ["--cluster 4x4091", "4090"]),
     "impossible cluster": (["--model", "gpt2", "--cluster", "300x4090"], ["--cluster 300x4090", "no host holds 300 GPUs"]),
-    "more in a host than there are": (["--model", "gpt2", "--cluster", "64xa100-80g"], ["no host holds 64 GPUs", "nodes: 8"]),
+    "more in a host than there are": (["--model", "gpt2", "--cluster", "64xa100-80g"], ["no host holds 64 GPUs", "2x8xh100-80g"]),
     "more hosts than there are": (["--model", "gpt2", "--cluster", "99999999x8xa100-80g"], ["--cluster 99999999x8xa100-80g", "32768"]),
-    "empty cluster": (["--model", "gpt2", "--cluster", ""], ["--cluster", "is empty", "4x4090"]),
+    "empty cluster": (["--model", "gpt2", "--cluster", ""], ["--cluster", "is empty", "8xh100-80g"]),
     "endless run": (["--model", "gpt2", "--tokens", "inf"], ["--tokens", "a finite number is wanted"]),
     "no devices": (["--model", "gpt2", "--cluster", "0x4090"], ["--cluster 0x4090"]),
     "link that a device lacks": (
