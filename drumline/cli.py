@@ -406,15 +406,13 @@ def _main(given: list[str]) -> None:
     except KeyboardInterrupt:
         raise SystemExit(LEFT) from None
     except Exception as error:  # noqa: BLE001 - a bug: one line for the user, the traceback in a file
-        from drumline.core.out_of_memory import is_out_of_memory
+        from drumline.core.out_of_memory import is_out_of_memory, memory_fault
 
         if isinstance(error, PermissionError) and error.filename:
             fault = EnvironmentFault("permission denied", where=str(error.filename), fix="ask its owner, or name another")
             raise SystemExit(_report(fault)) from None
         if is_out_of_memory(error):
-            what = f"this machine has too little memory: {first_line(error)}"
-            fault = EnvironmentFault(what, fix="choose a smaller model or batch, or check the sizes in model.config")
-            raise SystemExit(_report(fault)) from None
+            raise SystemExit(_report(memory_fault(error))) from None
         raise SystemExit(_report_bug(error)) from None
 
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from drumline.core.batch import resolve_batch
 from drumline.core.config import Config
 from drumline.core.load import Loaded, Overrides, override, overrides_of, reader
+from drumline.core.out_of_memory import memory_errors
 from drumline.core.plan import Plan
 from drumline.core.registry import kinds
 from drumline.core.strategy import StrategySpec
@@ -91,6 +92,7 @@ class Comparison:
         return any(o.apart for o in self.outcomes) and all(o.within(self.tolerance) for o in self.outcomes)
 
 
+@memory_errors()
 def compare(
     config: str | Path | Mapping[str, Any],
     overrides: Overrides | None = None,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from pydantic import Field
 
 from drumline.core.estimate import Frozen, Memory
 from drumline.core.explain import size
+from drumline.errors import DrumlineError, EnvironmentFault
+from drumline.foreign import first_line
 
 STATES = ("parameters", "gradients", "optimizer")
 # What a rank was doing → the category that grows then; states are measured apart.
@@ -31,6 +35,26 @@ def is_out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def memory_fault(error: BaseException) -> EnvironmentFault:
+    """Return the one line of an allocation that failed in this process."""
+    what = f"this machine has too little memory: {first_line(error)}"
+    fix = "choose a smaller model or batch, or check the sizes in model.config"
+    return EnvironmentFault(what, fix=fix)
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Around a command's work: an allocation that fails becomes an EnvironmentFault. Also a decorator."""
+    try:
+        yield
+    except DrumlineError:
+        raise
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise memory_fault(error) from error
 
 
 class Exhausted(Frozen):

@@ -22,6 +22,7 @@ from transformers import TextStreamer
 
 from drumline.checkpoint.load import check
 from drumline.core.model import MOST_MULTIPLE, ModelConfig
+from drumline.core.out_of_memory import memory_errors
 from drumline.core.plan import Plan
 from drumline.core.process import uncollected
 from drumline.core.rollouts import HFGenerator as HFConfig
@@ -51,6 +52,7 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 Message = dict[str, str]
 
 
+@memory_errors()
 def load(place: str | Path | Run, *, trust_remote_code: bool = False, display: bool = False) -> Model:
     """`place`: a Run, a run folder, an exported or any Hugging Face folder, a hub id, or `package:NAME`. Code that comes with a model runs
     only with `trust_remote_code`. Raises ModelError for what does not write text, CheckpointError for a run that saved nothing."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.load import Overrides, overrides_of
+from drumline.core.out_of_memory import memory_errors
 from drumline.core.yaml_lines import write_yaml
 from drumline.planner.question import Flags, ask, load_with_flags
 from drumline.planner.report.explanation import explain
@@ -71,6 +72,7 @@ class Plans:
         return self.ranked[0]
 
 
+@memory_errors()
 def plan(
     config: str | Path | Mapping[str, Any] | None = None,
     overrides: Overrides | None = None,

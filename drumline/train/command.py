@@ -59,6 +59,8 @@ def train(
         made = request()
         code = made.loaded.config.launch.submit(made, dry_run)
         if code is not None:
+            if dry_run and everything:
+                _print_all_keys(made)
             return code
         return _dry_run(made, everything) if dry_run else launch_ranks(made, display=True, watch=watch)[1]
     if watch:
@@ -155,6 +157,13 @@ def _dry_run(request: Request, everything: bool) -> int:
     if launched_by() is None and (submission := plan.config.launch.submission(plan, Path(plan.run_dir) / "plan.json", start)):
         print(f"\n{submission}", end="")
     return 0
+
+
+def _print_all_keys(request: Request) -> None:
+    """Print every key of the config as comments, behind what a launcher would submit."""
+    print("# Every key of the config:")
+    for line in to_yaml(request.loaded.config).splitlines():
+        print(f"# {line}")
 
 
 def launch_ranks(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.load import Overrides, Request, overrides_of
+from drumline.core.out_of_memory import memory_errors
 from drumline.core.output import lossy
 from drumline.errors import ConfigError, Preempted, TrainingStopped, UserError, WorkerFailed
 from drumline.launchers.environment import die_with_launchers, expandable_segments, launched_by
@@ -62,6 +63,7 @@ class Run:
 
 
 @lossy()
+@memory_errors()
 def train(
     config: str | Path | Mapping[str, Any],
     overrides: Overrides | None = None,

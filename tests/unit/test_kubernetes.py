@@ -332,6 +332,12 @@ def test_a_dry_run_needs_no_cluster(tmp_path: Path, capsys: Any, monkeypatch: py
     assert train(config(tmp_path), [], resume=None, allow=(), dry_run=True) == 0
     out, err = capsys.readouterr()
     assert [each["kind"] for each in yaml.safe_load_all(out)] == ["TrainJob", "ConfigMap"] and "no cluster is known" in err
+    assert train(config(tmp_path), [], resume=None, allow=(), dry_run=True, everything=True) == 0
+    whole = capsys.readouterr().out
+    keys = whole.partition("\n# Every key of the config:\n")[2]
+    assert keys.startswith("# model:\n") and "#   lr: 2.0e-05\n" in keys
+    assert [each["kind"] for each in yaml.safe_load_all(whole)] == ["TrainJob", "ConfigMap"], "it can still be submitted"
+
 
 
 def test_what_the_server_refuses_is_one_line(run: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,25 @@ def test_a_config_of_python_objects_is_refused_in_one_line() -> None:
         drumline.plan({"model": {"id": object()}})
     with pytest.raises(drumline.errors.ConfigError, match=r"override model\.id: cannot be written"):
         drumline.plan("a.yaml", {"model.id": print})
+
+
+@pytest.mark.parametrize(
+    ("place", "call"),
+    [
+        ("drumline.planner.public.load_with_flags", lambda: drumline.plan(model="gpt2")),
+        ("drumline.train.command.launch_ranks", lambda: drumline.train({"data": "x.jsonl"})),
+        ("drumline.bench.verify.reader", lambda: drumline.verify("x.yaml")),
+        ("drumline.inference.model.resolve", lambda: drumline.load("some/model")),
+    ],
+    ids=["plan", "train", "verify", "load"],
+)
+def test_memory_that_runs_out_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch, place: str, call: Callable[[], object]) -> None:
+    def large(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 19660800000000 bytes")
+
+    monkeypatch.setattr(place, large)
+    with pytest.raises(drumline.errors.EnvironmentFault, match="this machine has too little memory: DefaultCPUAllocator"):
+        call()
 
 
 def test_load_talks_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
