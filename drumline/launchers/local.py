@@ -3,6 +3,7 @@ wherever a launcher's `Ranks` start them."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +16,7 @@ from drumline.core.plan import Plan
 from drumline.core.process import tied
 from drumline.core.signals import LauncherSignals
 from drumline.core.urls import FETCHED, is_url
-from drumline.errors import NotSaved
+from drumline.errors import NotSaved, Preempted
 from drumline.hardware.detect import free_bytes
 from drumline.launchers.environment import listen
 from drumline.launchers.hangs import write_stacks
@@ -98,13 +99,16 @@ def launch(
             ends = ranks.attempt(rank, run_dir / "logs" / f"attempt-{attempt}", signals)
             signals.raise_swallowed()
             code = exit_code(ends, signals.number)
+            if signals.number and code != 0 and _was_exporting(events_path, past):
+                _report_stopped_export(signals.number, plan, events_path)
+                return Preempted.exit_code
             if code is not None:
                 _report_end(ends, code, signals.number, plan)
                 if code == 0:
                     _report_failed_export(events_path, past)
                 return NotSaved.exit_code if code == NotSaved.rank_code else code
             cause = root_cause(ends)
-            if not signals.number and cause.rank == 0 and _was_exporting(events_path, past):
+            if cause.rank == 0 and _was_exporting(events_path, past):
                 _report_lost_export(cause, plan, events_path)
                 return 0
             reached, failed_at = progress_since(events_path, past)
@@ -196,13 +200,26 @@ def _report_lost_export(cause: RankEnd, plan: Plan, events_path: Path) -> None:
     """End a run that is finished, but for its export: the rank that wrote it was killed. A restart would be killed at the same place."""
     error = f"{EXPORT_FAILED}: {cause.name} {cause.message.splitlines()[0]}; {way_to_export(plan)}"
     say(f"note: {error}; see {cause.log}")
+    _note_lost_export(error, "finished", 0, events_path)
+
+
+def _report_stopped_export(number: int, plan: Plan, events_path: Path) -> None:
+    """End a run that is finished, but for its export, which a stop signal to the launcher ended."""
+    name = signal.Signals(number).name
+    error = f"{name} in the export: the run is finished and its weights were saved before; {way_to_export(plan)}"
+    say(f"stopped: {error}")
+    _note_lost_export(error, "preempted", Preempted.exit_code, events_path)
+
+
+def _note_lost_export(error: str, status: str, code: int, events_path: Path) -> None:
+    """Write the end of a run whose rank 0 was ended while it exported."""
     log = EventLog(events_path)
     log.emit(Export(path=None, seconds=0.0, max_logit_difference=None, error=error))
     last_step = max((event.step for event in read(events_path) if isinstance(event, Exporting)), default=0)
-    log.emit(RunEnd(status="finished", exit_code=0, step=last_step, goodput={}))
+    log.emit(RunEnd(status=status, exit_code=code, step=last_step, goodput={}))
 
 
-def exit_code(ends: list[RankEnd], signal: int) -> int | None:
+def exit_code(ends: list[RankEnd], stop_signal: int) -> int | None:
     """The exit code of a launch that is over; None where a rank failed and has to be reported."""
     killed = any(end.killed for end in ends)
     codes = {end.exitcode for end in ends if not end.killed or end.error}
@@ -212,12 +229,12 @@ def exit_code(ends: list[RankEnd], signal: int) -> int | None:
     for code in (2, 3, NotSaved.rank_code, 75):
         if code in codes:
             return code
-    if signal and -signal in codes:
+    if stop_signal and -stop_signal in codes:
         return 75  # it died of the signal because it could not listen yet; there was nothing to save then
-    return 1 if signal and codes <= {0} else None
+    return 1 if stop_signal and codes <= {0} else None
 
 
-def _report_end(ends: list[RankEnd], code: int, signal: int, plan: Plan) -> None:
+def _report_end(ends: list[RankEnd], code: int, stop_signal: int, plan: Plan) -> None:
     """The line of an end on purpose, once for all ranks."""
     reports = [end for end in ends if end.error and end.error.get("exit_code") == code]
     if reports:
@@ -230,7 +247,7 @@ def _report_end(ends: list[RankEnd], code: int, signal: int, plan: Plan) -> None
         other = plan.config.checkpoint.fallback_dir
         fix = "free some, and go on with --resume" + (f" and the folder of this run in {other}, if that took it" if other else "")
         say(f"error: the last checkpoint could not be written: no space: {room} — {fix}")
-    elif code == 1 and signal:
+    elif code == 1 and stop_signal:
         say("error: asked to stop, but the ranks did not save in time and were killed — go on from the newest checkpoint with --resume")
     elif code:
         cause = root_cause(ends)

@@ -158,7 +158,10 @@ class Progress:
 
     def _on_rollout(self, event: events.Rollout) -> None:
         self.rewards += [event.reward] * (event.reward is not None)
-        domains = [f"{key.removeprefix('reward/')} {_score(key, value)}" for key, value in event.metrics.items() if key.startswith("reward/")]
+        domains = []
+        for key, value in event.metrics.items():
+            if key.startswith("reward/"):
+                domains.append(f"{key.removeprefix('reward/')} {_score(key, value)}")
         alike = ""
         has_groups = event.reward is not None and events.has_groups(event.prompts, event.episodes)
         if has_groups and isinstance(event.groups_differ, float | int):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from drumline.report.page import report
-from tests.harness import drumline, events, write_config
+from tests.faults.live import wait_for
+from tests.faults.test_launch import end as end_of
+from tests.harness import drumline, events, start_drumline, write_config
 from tests.tiny import tiny_model_dir
 
 FOREIGN_FILE = """
@@ -24,6 +27,7 @@ KILLED = """
             time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGKILL)
 """
+STANDS_STILL = KILLED.replace("SIGKILL", "SIGSTOP")
 CALLBACK = """
 import os, signal, threading, time
 from pathlib import Path
@@ -61,3 +65,30 @@ def test_a_run_whose_export_breaks_is_finished(tmp_path: Path, failure: str) -> 
     assert apart.code == 0 and (tmp_path / "apart" / "adapter_model.safetensors").exists(), (
         apart.err
     )
+
+
+@pytest.mark.slow
+def test_a_stop_signal_in_the_export_finds_the_weights_saved(tmp_path: Path) -> None:
+    """It was reported as ranks that did not save in time."""
+    run = tmp_path / "run"
+    (tmp_path / "mine.py").write_text(CALLBACK + STANDS_STILL)
+    config = write_config(
+        tmp_path,
+        tiny_model_dir(tmp_path / "model"),
+        launch={"nproc": 1, "grace_seconds": 1},
+        checkpoint={"export": "last"},
+        run={"steps": 2, "callbacks": ["mine.py:Break"]},
+    )
+    process = start_drumline("train", config)
+    wait_for(run, "exporting", 2, process)
+    process.send_signal(signal.SIGTERM)
+    code, said = end_of(process)
+    assert code == 75, said
+    assert "stopped: SIGTERM in the export: the run is finished and its weights were saved" in said
+    assert f"export again with drumline export {run} --to FOLDER" in said
+    assert "did not save in time" not in said
+    (end,) = events(run, "run_end")
+    assert (end["status"], end["exit_code"], end["step"]) == ("preempted", 75, 2)
+    (tmp_path / "mine.py").write_text("class Break:\n    def on_end(self, event): pass\n")
+    again = drumline("train", config, "--resume")
+    assert again.code == 0 and (run / "export" / "model.safetensors").exists(), again.err

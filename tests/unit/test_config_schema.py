@@ -203,7 +203,9 @@ def test_null_is_accepted_wherever_there_is_a_default() -> None:
     assert refused == NULL_IS_REFUSED.keys()
 
 
-@pytest.mark.parametrize("key", ["data.holdout", "data.max_length", "eval.mode", "eval.metric", "optimizer.betas", "model.kind", "precision.kind"])
+@pytest.mark.parametrize(
+    "key", ["data.holdout", "data.max_length", "eval.mode", "eval.metric", "optimizer.betas", "model.kind", "precision.kind"]
+)
 def test_null_is_the_default(key: str) -> None:
     assert load_text("data: x.jsonl", [f"{key}=null"]) == load_text("data: x.jsonl", [])
 
