@@ -194,8 +194,13 @@ class Sizes:
     matrices: int = 0
 
     def __add__(self, other: Sizes) -> Sizes:
-        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
-        return Sizes(**{**sums, "largest": max(self.largest, other.largest)})
+        return Sizes(
+            trainable=self.trainable + other.trainable,
+            frozen=self.frozen + other.frozen,
+            largest=max(self.largest, other.largest),
+            low=self.low + other.low,
+            matrices=self.matrices + other.matrices,
+        )
 
     @property
     def entries(self) -> int:
@@ -224,14 +229,19 @@ def part(weight: Weight, tp: int, shards: int, rank: int = 0) -> int:
 
 def sizes(weights: Iterable[Weight], tp: int, shards: int, number: int = 1) -> Sizes:
     """The entries of weights cut into tp × shards parts; there are `number` equal ones of each."""
-    total = Sizes()
+    trainable = frozen = largest = low = matrices = 0
     for weight in weights:
         each = part(weight, tp, shards)
         here = number * each
-        matrix = here if len(weight.shape) >= 2 else 0
-        frozen = Sizes(0, here, low=matrix, matrices=matrix)
-        total += Sizes(here, largest=each, matrices=matrix) if weight.trainable else frozen
-    return total
+        in_matrix = here if len(weight.shape) >= 2 else 0
+        matrices += in_matrix
+        if weight.trainable:
+            trainable += here
+            largest = max(largest, each)
+        else:
+            frozen += here
+            low += in_matrix
+    return Sizes(trainable, frozen, largest, low, matrices)
 
 
 @lru_cache(maxsize=256)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -20,11 +21,11 @@ from drumline.planner.report.check import show_probes
 from drumline.planner.report.explanation import explain, pick
 from drumline.planner.report.faults import report_faults
 from drumline.planner.report.output import as_json, candidate, catalog, to_use
-from drumline.planner.search.advice import by_adapter, nothing_fits, refusal
+from drumline.planner.search.advice import Change, by_adapter, nothing_fits, refusal
 from drumline.planner.search.answer import Answer, Candidate, Question, ranked_anew, require_here
 from drumline.planner.search.auto import heuristic_first
 from drumline.planner.search.search import search
-from drumline.report.bars import OnProgress, bars
+from drumline.report.bars import OnProgress, bars, line_if_slow
 
 TRACED = 3  # of the best
 MOST_TOKENS = 1e18
@@ -77,16 +78,22 @@ def plan(options: Options) -> int:
         notes += network_assumed(question.config.cluster, max(hosts), question.cluster.inter.name)
     for note in notes:
         aside.print(f"note: {note}", soft_wrap=True, markup=False)
+    comparing = partial(line_if_slow, aside, "comparing plans")
     if options.most is not None:
-        table.report_most(question, options.most, console, options.top or LONG, options.as_json)
+        with comparing():
+            table.report_most(question, options.most, console, options.top or LONG, options.as_json)
     elif hosts is not None:
-        table.report_what_if(question, hosts, console, options.tokens, options.as_json)
+        with comparing():
+            table.report_what_if(question, hosts, console, options.tokens, options.as_json)
     elif options.flags.mtbf_hours is not None:
-        report_faults(heuristic_first(search(question))[0], console, options.tokens, options.as_json)
+        with comparing():
+            answer = search(question)
+        report_faults(heuristic_first(answer)[0], console, options.tokens, options.as_json)
     else:
         if options.probe is not None:
             require_here(question.cluster)
-        answer = search(question)
+        with comparing():
+            answer = search(question)
         with bars(aside) as on_progress:
             if options.trace:
                 answer = _traced(answer, made.policy, on_progress)
@@ -121,7 +128,10 @@ def _without_adapter(loaded: Loaded, question: Question) -> Question:
 
 def _answer(answer: Answer, plain: Callable[[], Question], loaded: Loaded, options: Options, console: Console, aside: Console) -> None:
     """Show an answer as the options request it."""
-    changes = () if answer.ranked else nothing_fits(answer)
+    changes: tuple[Change, ...] = ()
+    if not answer.ranked:
+        with line_if_slow(aside, "nothing fits; looking for what would help"):
+            changes = nothing_fits(answer)
     answer, line = heuristic_first(answer)
     if options.figure is not None:
         from drumline.planner.report.picture import draw
@@ -134,7 +144,8 @@ def _answer(answer: Answer, plain: Callable[[], Question], loaded: Loaded, optio
         else:
             console.print(explain(answer, options.explain, options.tokens), markup=False, soft_wrap=True)
         return
-    adapted = by_adapter(answer, plain())
+    with line_if_slow(aside, "looking for the longest rows of the best plans"):
+        adapted = by_adapter(answer, plain())
     if options.as_json:
         print(json.dumps(as_json(answer, options.tokens, changes, adapted), indent=2))
     else:

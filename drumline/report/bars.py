@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -29,6 +30,19 @@ def notes(lines: Iterable[str]) -> None:
     """Print what the user should know on standard error."""
     for line in lines:
         say(f"note: {printable(line)}")
+
+
+@contextmanager
+def line_if_slow(console: Console, phase: str, seconds: float = 2.0) -> Iterator[None]:
+    """Print a line that work goes on if what is inside takes longer than some seconds."""
+    timer = threading.Timer(seconds, lambda: console.print(f"{phase} …", highlight=False))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # what is done next may fork
 
 
 @contextmanager

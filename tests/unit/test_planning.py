@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import re
 import shlex
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from drumline.core.load import load, load_text
 from drumline.errors import PlanError
@@ -21,6 +26,7 @@ from drumline.planner.question import Flags, ask, load_with_flags
 from drumline.planner.report.table import CATEGORIES
 from drumline.planner.search.answer import Answer
 from drumline.planner.search.search import search
+from drumline.report.bars import line_if_slow
 from tests.harness import ROOT, write_config
 from tests.unit.conftest import Run
 
@@ -201,6 +207,28 @@ def test_what_if(run: Run) -> None:
     speeds = [row["best"]["tokens_per_s"] for row in rows]
     _, out, _ = run("plan", *EIGHT_B, "--what-if", "nodes=1,2,4", columns=80)
     assert f"{speeds[-1]:,.0f}" in out and f"{speeds[-1] / speeds[0]:.2f}" in out and "…" not in out
+
+
+def test_a_search_that_takes_long_shows_a_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    with line_if_slow(Console(file=out), "not slow", 1000.0):
+        pass
+    with line_if_slow(Console(file=out), "slow", 0.0):
+        until = time.monotonic() + 60
+        while not out.getvalue() and time.monotonic() < until:
+            time.sleep(0.001)
+    assert out.getvalue() == "slow …\n"
+    phases: list[str] = []
+
+    @contextmanager
+    def noted(console: Console, phase: str) -> Iterator[None]:
+        phases.append(phase)
+        yield
+
+    monkeypatch.setattr("drumline.planner.command.line_if_slow", noted)
+    for flags in ([], ["--max-seq"], ["--what-if", "nodes=1"]):
+        assert run("plan", SMALL, "--cluster", "1x4090", *flags)[0] == 0
+    assert phases == ["comparing plans", "looking for the longest rows of the best plans", "comparing plans", "comparing plans"]
 
 
 @pytest.mark.parametrize(
