@@ -371,7 +371,7 @@ def test_a_default_that_depends_on_a_mistake_is_none_itself(change: str, line: s
 
 @pytest.mark.parametrize("path", [".", "/", "", ".."])
 def test_a_folder_is_no_config(path: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="is a folder, and one file is wanted"):
         load(Path(path), [])
 
 
