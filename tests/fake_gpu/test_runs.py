@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.fake_gpu.environment import PYTHON, environment
-from tests.fake_gpu.running import drumline, end, free_port, said, shared_memory, start
+from tests.fake_gpu.running import drumline, end, free_port, run_ranks, said, shared_memory, start
 from tests.faults.live import kill, ranks_of, wait_for
 from tests.harness import ROOT, events, losses, survivors, write_config
 from tests.harness import drumline as drumline_on_cpu
@@ -177,6 +177,11 @@ def test_a_session(tmp_path: Path) -> None:
     alone = drumline("launch", script, "--nproc", 1, "--", "single", one, "cuda")
     assert alone.code == 0, alone.out
     has_losses_of(two, one)
+
+
+def test_groups_have_the_limit_of_the_run_and_stages_bring_no_line_of_nccl() -> None:
+    failed = run_ranks("tests.fake_gpu.groups", [], devices=2, timeout=120)
+    assert not failed, failed
 
 
 def test_doctor() -> None:
