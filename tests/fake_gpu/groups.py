@@ -15,6 +15,7 @@ import torch.distributed as dist
 from drumline.core.mesh import DIMENSIONS, Mesh
 from drumline.dist.mesh import device_mesh, gradient_group
 from drumline.dist.start import start, stop
+from drumline.telemetry import flight
 
 SECONDS = 41.0
 
@@ -30,6 +31,12 @@ def main() -> None:
             backend = group._get_backend(torch.device(device))
             seconds[name, device] = backend.options._timeout.total_seconds()
     assert set(seconds.values()) == {SECONDS}, seconds
+
+    # NCCL's collectives and gloo's are in recorders of their own.
+    dist.all_reduce(torch.ones(3, device="cuda"))
+    dist.all_reduce(torch.ones(5))
+    names = {(entry["op"], str(entry["sizes"])) for entry in flight.recent()}
+    assert names >= {("all_reduce", "[[3]]"), ("all_reduce", "[[5]]")}, flight.recent()
 
     tensor = torch.ones(2, device="cuda")
     with tempfile.TemporaryFile() as lines:
