@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from drumline.core.mesh import GROUP_OF_SAVES
 from drumline.errors import DrumlineError
 
 T = TypeVar("T")
@@ -46,7 +47,9 @@ class Ranks:
     @staticmethod
     def all_apart() -> Ranks:
         """All ranks, over a new gloo group: the collectives of a background thread never mix with training's."""
-        return Ranks(dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT) if dist.is_initialized() else None)
+        if not dist.is_initialized():
+            return Ranks(None)
+        return Ranks(dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT, group_desc=GROUP_OF_SAVES))
 
     def each(self, step: Callable[[], T]) -> list[T]:
         """The results of `step` on every rank, in order of ranks, on all ranks. Raises `error_type` on all if it failed on any."""

@@ -16,6 +16,9 @@ from drumline.core.plan import Layout
 Kernel = Literal["masked", "documents", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"]
 PACKAGES: dict[Kernel, str] = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}
 PREFIX, ELSE = "drumline_by_", "_else_"
+# The memory-efficient kernel, which is the one for fp32 on GPUs, pads its log-sum-exps to this many tokens. torch's ring merges those of
+# chunks by the lengths of these, so a chunk has to be a multiple.
+RING_CHUNK = 32
 LARGEST_HEAD = 256  # entries of a head that FlashAttention's kernels take, in steps of 8
 _is_padded: ContextVar[bool | None] = ContextVar("is_padded", default=None)  # see known_padding
 
@@ -48,7 +51,7 @@ def choose(layout: Layout, head_dim: int, caps: bool, own: bool, needs_mask: str
     if layout.devices_per_rank > 1:
         needs_mask = "dp cuts the rows of a batch that is collated already"
     if layout.mesh.cp > 1 and layout.strategy.context_method() == "ring":
-        needs_mask = "ring attention has a kernel of its own"
+        needs_mask = "ring attention (experimental: no GPU has run it yet) has a kernel of its own"
     if needs_mask:
         return Choice("masked", needs_mask)
     if wanted != "auto":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 from pydantic import Field, model_validator
 
+from drumline.core.network import LONG_SECONDS, START_SECONDS, STEP_SECONDS
 from drumline.core.registry import Registered, Spec
 from drumline.core.section import Seconds
 from drumline.errors import EnvironmentFault
@@ -63,7 +64,11 @@ class LauncherSpec(Spec):
         None, gt=0, lt=65536, description="Rendezvous port, on loopback where all ranks are on this machine; null: any free port."
     )
     grace_seconds: Seconds = Field(60.0, description="Time for the ranks to save after SIGTERM, before they are killed.")
-    timeout_seconds: Seconds = Field(600.0, description="A collective that takes longer than this fails.")
+    timeout_seconds: Seconds | None = Field(
+        None,
+        description=f"A collective that takes longer than this fails; null: {START_SECONDS:g} s until the first step, then"
+        f" {STEP_SECONDS:g} s, or three times the longest step, and {LONG_SECONDS:g} s for evaluations, saves and rollouts.",
+    )
     interface: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,63}$",

@@ -10,6 +10,10 @@ from drumline.core.estimate import Frozen
 from drumline.errors import PlanError
 
 Dimension = Literal["pp", "replicate", "shard", "ep", "cp", "tp"]
+# Descriptions of process groups whose collectives have a limit of seconds of their own.
+GROUP_OF_SAVES = "saves"
+GROUP_BESIDE_STEPS = "beside steps"
+GROUPS_APART = (GROUP_OF_SAVES, GROUP_BESIDE_STEPS)
 DIMENSIONS: tuple[Dimension, ...] = ("pp", "replicate", "shard", "ep", "cp", "tp")
 
 

@@ -12,6 +12,10 @@ HANDED_ON = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS")
 CHOOSE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 ANY_PORT = 9  # for a look at the route to a host: nothing is sent there
 MOST_SHOWN = 60  # characters of a variable's value
+# Seconds of a collective where `launch.timeout_seconds` is not set; torchtitan's are the first two.
+START_SECONDS = 300.0  # until the first step
+STEP_SECONDS = 100.0  # of a step
+LONG_SECONDS = 600.0  # where one rank may work for long before it comes: an evaluation, a save, a rollout, compiling
 
 
 def addresses(host: str) -> list[str]:
@@ -87,7 +91,7 @@ def handed_on(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in sorted(environment.items()) if name.startswith(HANDED_ON)}
 
 
-def why(environment: Mapping[str, str], timeout_seconds: float, interface: str | None) -> list[str]:
+def why(environment: Mapping[str, str], timeout_seconds: float | None, interface: str | None) -> list[str]:
     """Lines for the plan: what is handed on, and what of it contradicts the plan."""
     theirs = handed_on(environment)
     shown = " ".join(f"{name}={value[:MOST_SHOWN]}" for name, value in theirs.items())
@@ -95,18 +99,22 @@ def why(environment: Mapping[str, str], timeout_seconds: float, interface: str |
     return [*lines, *_contradictions(environment, timeout_seconds, interface)]
 
 
-def _contradictions(environment: Mapping[str, str], timeout_seconds: float, interface: str | None) -> list[str]:
+def _contradictions(environment: Mapping[str, str], timeout_seconds: float | None, interface: str | None) -> list[str]:
     found = []
-    limit = f"launch.timeout_seconds={timeout_seconds:g}"
+    limit = "launch.timeout_seconds"
+    most = LONG_SECONDS
+    if timeout_seconds is not None:
+        limit = f"launch.timeout_seconds={timeout_seconds:g}"
+        most = timeout_seconds
     for name in ("NCCL_TIMEOUT", "TORCH_NCCL_TIMEOUT"):
-        if name in environment and environment[name] != f"{timeout_seconds:g}":
+        if name in environment and (timeout_seconds is None or environment[name] != f"{timeout_seconds:g}"):
             found.append(f"{name}={environment[name]} is read by nobody: {limit} is the limit of a collective")
     if environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
         found.append(f"TORCH_NCCL_ASYNC_ERROR_HANDLING=0 contradicts {limit}: a collective that hangs would never end")
     if environment.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0"):
         found.append("TORCH_NCCL_BLOCKING_WAIT contradicts the overlap of the plan: the host would wait for each collective")
     heartbeat = environment.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "")
-    if heartbeat.isdecimal() and int(heartbeat) < timeout_seconds and environment.get("TORCH_NCCL_ENABLE_MONITORING", "1") != "0":
+    if heartbeat.isdecimal() and int(heartbeat) < most and environment.get("TORCH_NCCL_ENABLE_MONITORING", "1") != "0":
         found.append(f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={heartbeat} is less than {limit}: the monitor may end a rank before its collective")
     for name in CHOOSE:
         if interface is not None and environment.get(name, interface) != interface:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from drumline.core import optimizer
+from drumline.core.attention import RING_CHUNK
 from drumline.core.batch import nearest
 from drumline.core.config import Config, LoRAConfig
 from drumline.core.copies import copied_over
@@ -339,8 +340,11 @@ def _context_parallel(case: Case) -> Iterator[Refusal]:
         reason = f"parts of sequences are exchanged around {'the ring of torch' if ring else 'sdpa'}, not around {config.model.attention}"
         yield Refusal("cp × attention", reason, "use model.attention=auto", "model.attention")
     parts = 2 * cp if ring else cp  # a ring shares causal work out evenly where each rank has two
+    reason = f"sequences of {length} tokens do not divide into {parts} parts"
+    if ring and case.precision == "fp32" and case.device != "cpu":
+        reason += f" of a multiple of {RING_CHUNK} tokens, which the ring's kernel for fp32 requires"
+        parts *= RING_CHUNK
     if length % parts:
-        reason = f"sequences of {length} tokens do not divide into {parts} parts"
         yield Refusal("cp × max_length", reason, f"nearest: {nearest(length, parts)}", "data.max_length")
     if not ring and heads % (cp * mesh.tp):
         reason = f"{heads} attention heads do not divide by cp {cp}" + (f" × tp {mesh.tp}" if mesh.tp > 1 else "")

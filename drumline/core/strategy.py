@@ -318,7 +318,8 @@ class Degrees(SequenceParallel, StrategySpec):
         1, description="Expert parallel: groups of this many data ranks hold a mixture's experts, a part each, and exchange tokens."
     )
     cp_method: Literal["ulysses", "ring"] = Field(
-        "ulysses", description="How attention sees the whole sequence: all-to-all over heads, or a ring of keys and values (GPUs)."
+        "ulysses",
+        description="How attention sees the whole sequence: all-to-all over heads, or a ring of keys and values (GPUs; experimental).",
     )
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="The schedule, where pp > 1.")
 

@@ -7,7 +7,8 @@ from functools import lru_cache
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from drumline.core.mesh import DIMENSIONS, Mesh
+from drumline.core.mesh import DIMENSIONS, GROUP_BESIDE_STEPS, Mesh
+from drumline.dist.timeouts import limit_between_steps, share_timeout
 
 
 def device_mesh(mesh: Mesh, device: str) -> DeviceMesh:
@@ -23,13 +24,15 @@ def device_mesh(mesh: Mesh, device: str) -> DeviceMesh:
 
 @lru_cache(maxsize=1)
 def _made(_world: dist.ProcessGroup, mesh: Mesh, device: str) -> DeviceMesh:
-    return init_device_mesh(device, tuple(getattr(mesh, name) for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
+    made = init_device_mesh(device, tuple(getattr(mesh, name) for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
+    share_timeout()
+    return made
 
 
 @lru_cache(maxsize=1)
 def side_group(_world: dist.ProcessGroup) -> dist.ProcessGroup:
     """All ranks once more, for what is under way beside the steps. Collective where it is made."""
-    return dist.new_group()
+    return dist.new_group(timeout=limit_between_steps(), group_desc=GROUP_BESIDE_STEPS)
 
 
 def data_mesh(whole: DeviceMesh) -> DeviceMesh:
@@ -39,7 +42,11 @@ def data_mesh(whole: DeviceMesh) -> DeviceMesh:
     those that have different experts, but for these (`expert_mesh`).
     """
     names = ["shard", *(name for name in ("ep", "cp") if whole[name].size() > 1)]
-    shard = whole[tuple(names)]._flatten("_".join(names)) if len(names) > 1 else whole["shard"]
+    if len(names) > 1:
+        shard = whole[tuple(names)]._flatten("_".join(names))
+        share_timeout()
+    else:
+        shard = whole["shard"]
     if whole["replicate"].size() == 1:
         return shard
     return whole["replicate", shard.mesh_dim_names[0]]  # type: ignore[index]
@@ -57,4 +64,6 @@ def first_row(rows: int, over: DeviceMesh) -> int:
 
 def gradient_group(whole: DeviceMesh) -> dist.ProcessGroup:
     """The ranks that hold the same weights and see different tokens: replicate × shard × ep × cp. Collective."""
-    return whole["replicate", "shard", "ep", "cp"]._flatten("gradients").get_group()
+    group = whole["replicate", "shard", "ep", "cp"]._flatten("gradients").get_group()
+    share_timeout()
+    return group

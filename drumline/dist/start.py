@@ -16,13 +16,13 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from drumline.core.munge import SECRET, seal, unseal
 from drumline.core.network import CHOOSE, addresses, interface_of, interface_to, is_loopback
 from drumline.core.process import SECRET_COMES
 from drumline.core.sockets import for_store
 from drumline.dist.roll_call import RollCall
+from drumline.dist.timeouts import begin_timeouts, forget_timeouts
 from drumline.errors import EnvironmentFault
 from drumline.foreign import first_line
 from drumline.vendor.torch import abort_process_group
@@ -35,6 +35,9 @@ A_DAY = 24 * 3600.0  # for what rank 0 publishes: it may be preparing data
 POLL_SECONDS = 0.1
 CONNECT_SECONDS = 5.0  # for one try
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGE = -1, -3, 2**31 - 1  # malloc.h; bytes
+# A pipeline sends one tensor at a time between stages, on communicators that are made at the start. NCCL's group would warn on each rank
+# that such sends wait for each other, which a pipeline's do by their order.
+SERIALIZED_P2P = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 LEAVE_SECONDS = 2.0  # for tearing groups down after an error
 
 
@@ -191,10 +194,11 @@ def _pause(until: float) -> None:
     time.sleep(POLL_SECONDS)
 
 
-def start(device: str, backend: str, timeout_seconds: float, interface: str | None = None) -> Ranks:
+def start(device: str, backend: str, timeout_seconds: float | None, interface: str | None = None) -> Ranks:
     """Join the run: the default process group with gloo for CPU tensors and, on GPUs, NCCL for the rest. One process alone needs none.
 
-    A collective that waits longer than `timeout_seconds` fails. `interface`: the one between hosts; None: that of the route to rank 0's.
+    A collective that waits longer than `timeout_seconds` fails; None: a limit that may change (`dist.timeouts`).
+    `interface`: the one between hosts; None: that of the route to rank 0's.
     Raises EnvironmentFault where the rendezvous cannot be had.
     """
     ranks = Ranks.from_environment()
@@ -209,8 +213,10 @@ def start(device: str, backend: str, timeout_seconds: float, interface: str | No
     elif chosen := _between_hosts(interface):
         for name in CHOOSE:
             os.environ.setdefault(name, chosen)
-    # What makes further groups (the device mesh, DeepSpeed) gives them none of its own; the defaults are 10 and 30 minutes.
-    timeout = c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout_seconds)
+    # What makes further groups (the device mesh, DeepSpeed) gives them none of its own.
+    timeout = begin_timeouts(timeout_seconds)
+    if backend == "nccl":
+        os.environ.setdefault(SERIALIZED_P2P, "false")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
         store=dist.PrefixStore("group", rendezvous()),
@@ -255,6 +261,7 @@ def stop(failed: bool = False) -> None:
     global _leaving, _ended
     if not dist.is_initialized():
         return
+    forget_timeouts()
     if not failed:
         dist.destroy_process_group()
         _ended += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import shlex
@@ -18,6 +19,7 @@ from drumline.errors import EnvironmentFault
 from drumline.launchers.tasks import JOINED, joined
 
 REPORT_SECONDS = 2.0  # for rank 0 to be as far as the others
+NVML = "libnvidia-ml.so.1"  # the name that torch opens
 COMMAND_LENGTH = 100  # characters of a command line that are shown
 # What starts a process in the background and may end before it: no launchers.
 SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish", "tcsh", "csh", "busybox", "tmux", "screen", "sshd", "login", "su", "sudo", "systemd"}
@@ -49,9 +51,22 @@ def first_rank_reports() -> Iterator[None]:
 
 
 def expandable_segments() -> None:
-    """Have CUDA's allocator grow its segments, unless the user has set it; it is read as CUDA starts, and ranks inherit it."""
-    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+    """Have CUDA's allocator grow its segments, unless the user has set it; it is read as CUDA starts, and ranks inherit it.
+
+    Not where NVML is missing, as in containers with compute capability alone: torch asks NVML about
+    the device before its first such segment, by a null pointer (c10/cuda/PeerToPeerAccess.cpp).
+    """
+    is_set = bool(os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
+    if not is_set and _loads(NVML):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # torch 2.11 to 2.13 know this name and the newer
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def other_rank_runs(command: str) -> bool:

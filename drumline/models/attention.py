@@ -100,8 +100,12 @@ class Documents(Pattern):
             self.block_mask  # noqa: B018 - is kept
 
 
-def attend_by_documents(model: Any, layout: Layout) -> None:
-    """Let a Hugging Face model attend by documents on the layout's devices, if it can."""
+def attend_by_documents(model: Any, layout: Layout, on_host: bool = False) -> None:
+    """Let a Hugging Face model attend by documents on the layout's devices, if it can.
+
+    `on_host`: the model only runs on a CPU, for a trial before the launch. No kernel of the
+    layout's devices is tried there, so no line says that one does not work.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     text = model.config.get_text_config()
@@ -111,6 +115,8 @@ def attend_by_documents(model: Any, layout: Layout) -> None:
     kernel, _ = choose(layout, size, caps, drops or (before == "eager" and not caps), needs_mask(model))
     if kernel == "masked":
         return
+    if on_host:
+        kernel = "documents"
     name = name_of(kernel, before)
     whole = None if before == "eager" else AttentionInterface()[before]
     AttentionInterface.register(name, partial(attention, whole))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from drumline.core.attention import by_documents
+from drumline.core.attention import RING_CHUNK, by_documents
 from drumline.core.rules import NO_PARTS
 from drumline.errors import PlanError
 from drumline.models.attention import batch_in_hand
@@ -32,6 +32,8 @@ from drumline.models.small import Tokens, close, try_small
 from drumline.vendor.torch import all_to_all_single_autograd
 
 NUMBERS = itertools.count()
+# Tokens of a rank's part in the trial, which is in fp32. In a ring it has two chunks.
+TRIED, TRIED_IN_RING = 8, 2 * RING_CHUNK
 Function = Callable[..., Any]
 
 
@@ -61,7 +63,8 @@ def apply_context_parallel(
     AttentionInterface.register(name, _where_cut(part, AttentionInterface()[before], attention))
     AttentionMaskInterface.register(name, _where_cut(part, AttentionMaskInterface()[before], mask))
     model.set_attn_implementation(name)
-    if not _same_in_parts(model, mesh.device_type, part, packing):
+    tried = TRIED_IN_RING if method == "ring" else TRIED
+    if not _same_in_parts(model, mesh.device_type, part, packing, tried):
         model.set_attn_implementation(before)
         raise NO_PARTS.error(refused + "cut in parts it does not compute what it computes whole")
     module.sequence = part
@@ -160,13 +163,13 @@ def _torch_ring(mesh: DeviceMesh) -> Iterator[None]:
         yield
 
 
-def _same_in_parts(model: Any, device: str, part: SequencePart, packing: bool) -> bool:
-    """Whether the model's hidden states come out the same in parts as whole, tried on 8 tokens a rank (two documents, where rows are
-    packs). State-space and other recurrent layers mix tokens without attention, and no flag of a class shows it."""
+def _same_in_parts(model: Any, device: str, part: SequencePart, packing: bool, tried: int) -> bool:
+    """Whether the model's hidden states come out the same in parts as whole, tried on so many tokens a rank (two documents, where
+    rows are packs). State-space and other recurrent layers mix tokens without attention, and no flag of a class shows it."""
 
     def trial(small: Any, ids_BT: Tensor) -> bool:
         trunk = small.get_decoder() or small
-        ids_BT = ids_BT.repeat(1, part.parts)
+        ids_BT = ids_BT.repeat(1, part.parts * tried // ids_BT.shape[1])
         length = ids_BT.shape[1]
         positions_BT = torch.arange(length, device=ids_BT.device)[None]
         if packing:

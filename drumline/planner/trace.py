@@ -331,7 +331,7 @@ def run(plan: Plan, rows: int, length: int, dtype: str | None = None) -> Traced:
     config = plan.config
     model, _ = lay_out(plan.model_path, config.model.model_copy(update={"init": "random"}), 0, head=config.head, labels=plan.labels)
     if config.head != "image":
-        attend_by_documents(model, plan)
+        attend_by_documents(model, plan, on_host=True)
     freeze(model, config.model.freeze)
     if config.adapter.kind == "lora":
         adapters.inject(model, config.adapter, 0)

@@ -14,36 +14,62 @@ RECENT = 200  # entries that a rank reports; the recorder keeps 2000
 # What ranks bring to these may differ: one of them has all, or each as much as it has.
 UNEVEN = {"all_to_all", "alltoall", "alltoall_base", "gather", "scatter", "reduce"}
 LEFT_OUT = "has left one out"
-Entry = dict[str, Any]  # JSON: group, number, op, sizes, dtypes, line, waits
+Entry = dict[str, Any]  # JSON: library, group, number, op, sizes, dtypes, line, waits
 
 
-def recent(after: int = -1, most: int = RECENT) -> list[Entry]:
-    """This rank's newest collectives, oldest first, but for sends to one rank; those recorded after the entry `after` (its `id`). May be
-    called from any thread, while another waits in a collective."""
+def recent(after: Mapping[str, int] | None = None, most: int = RECENT) -> list[Entry]:
+    """This rank's newest collectives, oldest first, but for sends to one rank. May be called from any thread, while another waits in one.
+
+    `after`: of each library the `id` of an entry, after which those of interest were recorded.
+    """
     import torch  # the launcher, which reads what ranks report, does without
 
+    from drumline.vendor.torch import dump_flight_recorders
+
     try:
-        from drumline.vendor.torch import dump_flight_recorder
+        dumps = dump_flight_recorders()
     except EnvironmentFault:
         return []  # another torch costs the report of a hang a line, and nothing else
-    made = pickle.loads(dump_flight_recorder())  # noqa: S301 - bytes that torch has made in this process just now
-    entries = [e for e in made.get("entries", ()) if e["record_id"] > after and not e["is_p2p"]]
     inner = f"{Path(torch.__file__).parent}/"
-    return [_entry(entry, inner) for entry in sorted(entries, key=lambda entry: entry["record_id"])[-most:]]
+    begun = {} if after is None else after
+    found: list[tuple[int, Entry]] = []
+    for dump in dumps:
+        made = pickle.loads(dump)  # noqa: S301 - bytes that torch has made in this process just now
+        for raw in made.get("entries", ()):
+            entry = _entry(raw, inner)
+            if not raw["is_p2p"] and entry["id"] > begun.get(entry["library"], -1):
+                found.append((raw["time_created_ns"], entry))
+    # Each library has a recorder of its own; numbers of entries are by recorder.
+    found.sort(key=lambda each: each[0])
+    return [entry for _, entry in found[-most:]]
+
+
+def newest(entries: Iterable[Entry]) -> dict[str, int]:
+    """Return for each library the largest `id` among its entries."""
+    ids: dict[str, int] = {}
+    for entry in entries:
+        ids[entry["library"]] = max(entry["id"], ids.get(entry["library"], -1))
+    return ids
 
 
 def _entry(raw: dict[str, Any], inner: str) -> Entry:
     """`inner`: the folder whose lines are not the user's."""
     ours = [f for f in raw.get("frames", ()) if not f["filename"].startswith(inner)]
     line = f"{ours[0]['filename']}:{ours[0]['line']} in {ours[0]['name']}" if ours else ""
+    library, _, operation = raw["profiling_name"].rpartition(":")
+    group = " ".join(dict.fromkeys(raw["process_group"]))
+    if library == "nccl":
+        group = f"{group}, NCCL"  # its half for tensors on the host counts for itself
     return {
         "id": raw["record_id"],
-        "group": " ".join(dict.fromkeys(raw["process_group"])),
+        "library": library,
+        "group": group,
         "number": raw["collective_seq_id"],
-        "op": raw["profiling_name"].rpartition(":")[2],
+        "op": operation,
         "sizes": raw["input_sizes"],
         "dtypes": raw["input_dtypes"],
         "line": line,
+        # Not by `state`, which is "completed" as well where the host has not come back from the call.
         "waits": not raw["retired"],
     }
 

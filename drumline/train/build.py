@@ -49,6 +49,7 @@ from drumline.train.references import Reference
 from drumline.train.saving import Saver
 from drumline.train.state import Goodput, TrainState, judged
 from drumline.train.streams import Batches, FirstPass, Streams, build_streams, fixed_width
+from drumline.train.timeouts import CollectiveTimeout
 
 MODEL = re.compile(r"(^|(?<=/))model\.")  # the section of weights, of the policy or of another role (ROLE/model.…)
 
@@ -56,6 +57,7 @@ MODEL = re.compile(r"(^|(?<=/))model\.")  # the section of weights, of the polic
 def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: StopFlag, past: list[Event], goodput: Goodput) -> Loop:
     """Everything of one rank, wired. `past`: the events of the run so far."""
     config = plan.config
+    timeout = CollectiveTimeout(plan)
     if config.run.deterministic:
         deterministic()
     set_kernels(plan)
@@ -105,6 +107,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         saver=Saver(plan, engine, state, checkpointer, emit, gather, stop_flag, saved, memory=memory),
         emit=emit,
         gather=gather,
+        timeout=timeout,
         stop_flag=stop_flag,
         # The peak that the allocator handed out on a GPU, the resident set on a CPU.
         memory_bytes=lambda: torch.cuda.max_memory_allocated() if plan.device == "cuda" else process_bytes()["VmRSS"],

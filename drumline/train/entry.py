@@ -26,7 +26,7 @@ from drumline.errors import DrumlineError, EnvironmentFault, Preempted, Training
 from drumline.foreign import class_and_line, first_line
 from drumline.hardware.detect import hide_gpus
 from drumline.launchers import watcher
-from drumline.launchers.environment import launched_by
+from drumline.launchers.environment import expandable_segments, launched_by
 from drumline.launchers.lease import guarded
 from drumline.telemetry import flight
 from drumline.telemetry.events import Emit, Event, EventLog, Export, Exporting, Number, RunEnd, RunStart, read
@@ -47,6 +47,7 @@ def main(arguments: list[str] | None = None, work: Callable[[Plan, str | None], 
         plan = Plan.load(options.plan)
         if plan.device == "cpu":
             hide_gpus()
+        expandable_segments()  # of other hosts, which inherit nothing from the launcher
         (work or run)(plan, options.resume)
 
 

@@ -156,7 +156,8 @@ class Collectives:
     """Whether all ranks began the same collectives in a step: the debug mode `health.check_collectives`."""
 
     def __init__(self, on: bool) -> None:
-        self.on, self.seen = on, -1
+        self.on = on
+        self.seen: dict[str, int] = {}  # by library
 
     def check(self) -> None:
         """Compare what was begun since the last call. Raises DrumlineError, on all ranks. Collective."""
@@ -164,7 +165,7 @@ class Collectives:
             return
         mine = recorder.recent(self.seen, most=recorder.RECENT * 5)
         ranks = dict(enumerate(from_all(mine)))
-        self.seen = max((entry["id"] for entry in recorder.recent(most=1)), default=-1)
+        self.seen |= recorder.newest(recorder.recent(self.seen, most=recorder.RECENT * 5))
         if found := recorder.first_difference(ranks):
             _, what = recorder.blame(found, ranks)
             raise DrumlineError(what, where="health.check_collectives", fix="make all ranks begin the same ones in the same order")

@@ -29,6 +29,7 @@ from drumline.train.garbage import GarbageCollection
 from drumline.train.health import Collectives, GoBack, Spikes, Weights
 from drumline.train.saving import Saver
 from drumline.train.state import SQUARES, Flight, Goodput, TrainState, due, judge, judged
+from drumline.train.timeouts import CollectiveTimeout
 
 if TYPE_CHECKING:
     from drumline.rl.rollouts import Rollouts  # what generates takes a second to import
@@ -50,6 +51,7 @@ class Loop:
     saver: Saver
     emit: Emit
     gather: Gather
+    timeout: CollectiveTimeout
     stop_flag: StopFlag
     memory_bytes: Callable[[], int]
     state: TrainState
@@ -60,6 +62,7 @@ class Loop:
     stop: int = 0  # the signal that asks some rank to stop; all ranks know it after the same step
     flight: Flight | None = None
     landed: float = 0.0  # when the last flight did (unix)
+    step_s: float = 0.0  # that the last flight took on this rank
     metric: float | None = None  # of the weights as they are now; a step makes it unknown
     rollouts: Rollouts | None = None
     rewind: Callable[[], Iterable[GlobalBatch]] | None = None  # to the newest checkpoint; gives the stream from there on
@@ -138,6 +141,7 @@ class Loop:
         while True:
             if self.rollouts is not None and self.checkpointable:
                 self._stop_if_requested()  # before a rollout, which takes long, and not after it
+                self.timeout.before_long_work(self.state.step)
             if self.stale:
                 self._report_rollout()
                 break
@@ -161,6 +165,7 @@ class Loop:
                     self.save()
                 elif self.saver.memory is not None and due(config.checkpoint.in_memory_every, rested, self.state.step):
                     self._land()
+                    self.timeout.before_long_work(self.state.step)
                     heartbeat.beat("save")
                     self.weights.check(self.state.step)
                     with self.goodput.spend("save"):
@@ -176,6 +181,7 @@ class Loop:
         if self.saver.memory is not None:
             self.saver.memory.forget()  # it may hold what the run turns back from
         self.spikes.passed_over.add(back.position)
+        self.timeout.before_long_work(self.state.step)
         heartbeat.beat("startup")
         with self.goodput.spend("restore"):
             self.stream = self.rewind()
@@ -201,7 +207,8 @@ class Loop:
         comm_s = math.nan if waited is None else waited
         logged = (step + 1) % self.plan.config.run.log_every == 0 or step + 1 == self.plan.steps
         devices = self.meter.values() if logged and self.meter is not None else []
-        shared = float(self.stop_flag.requested), self.saver.retry_at, data_s, comm_s, float(self.memory_bytes()), *devices
+        mine = data_s, comm_s, float(self.memory_bytes()), self.step_s
+        shared = float(self.stop_flag.requested), self.saver.retry_at, *mine, *devices
         heartbeat.beat("collective")
         gathered = None if self.alone else self.gather.start(sums, *shared)
         heartbeat.beat("optimizer")
@@ -241,11 +248,12 @@ class Loop:
         flight, self.flight = self.flight, None
         if flight is None:
             return
-        signals, retry_at, data, communication, *_ = flight.by_rank
+        signals, retry_at, data, communication, _, step_s, *_ = flight.by_rank
         self.stop = int(max(signals)) or self.stop
         self.retries = max(retry_at) < flight.step
         seconds = flight.arrived[2] - max(self.landed, flight.began)
-        self.landed = flight.arrived[2]
+        self.landed, self.step_s = flight.arrived[2], seconds
+        self.timeout.after_step(flight.step, step_s)
         self.goodput.seconds["recompute" if flight.step <= self.seen_step else "productive"] += seconds
         self.measure.took(flight.step, flight.clock, max(0.0, seconds - flight.data_s))
         heartbeat.beat("report")
@@ -264,7 +272,7 @@ class Loop:
 
     def _log_step(self, flight: Flight, seconds: float) -> None:
         world = self.gather.world_size
-        _, _, data, comm, memory, *devices, _ = flight.by_rank  # of the waits the mean is shown (NaN: not measured)
+        _, _, data, comm, memory, _, *devices, _ = flight.by_rank  # of the waits the mean is shown (NaN: not measured)
         if devices and self.meter is not None and (read := self.meter.event(flight.step, devices)):
             self.emit(read)
         rate = flight.tokens / seconds
@@ -297,6 +305,7 @@ class Loop:
         signal breaks it off."""
         self._land()
         started, step = time.time(), self.state.step
+        self.timeout.before_long_work(step)
         heartbeat.beat("eval")
         with self.goodput.spend("eval"):
             metrics, samples, failures = self._held_out_metrics() if self.rollouts is None else self.rollouts.evaluate(step)
@@ -349,6 +358,7 @@ class Loop:
         """Hand the state to the checkpointer. `metric` goes with it only if it was measured on these very weights."""
         self._land()
         self.retries = False
+        self.timeout.before_long_work(self.state.step)
         heartbeat.beat("save")
         self.weights.check(self.state.step)
         with self.goodput.spend("save"):
@@ -374,6 +384,7 @@ class Loop:
 
     def _save_last(self) -> None:
         self._land()
+        self.timeout.before_long_work(self.state.step)
         heartbeat.beat("save")
         if self.plan.saves:
             self.weights.check(self.state.step)

@@ -208,7 +208,7 @@ def _require_runs(plan: Plan) -> None:
             continue
         model = built(path, described, head)
         if head in LM:
-            attend_by_documents(model, plan)
+            attend_by_documents(model, plan, on_host=True)
             require_next_token(model, "cpu", config.packs)
         if plan.engine == "pipeline":
             from drumline.parallel.stages import find_cuts

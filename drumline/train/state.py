@@ -114,8 +114,8 @@ class Flight:
 
     @property
     def by_rank(self) -> list[list[float]]:
-        """Of each rank the signal, and of the loop `retry_at`, seconds of waiting for data and for other ranks, bytes of memory; then the
-        gradient norm alone."""
+        """Of each rank the signal, and of the loop `retry_at`, seconds of waiting for data and for other ranks, bytes of memory, seconds
+        of the step before; then the gradient norm alone."""
         return self.arrived[1]
 
     @property

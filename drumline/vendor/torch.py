@@ -1,5 +1,6 @@
 """torch's names."""
 
+from drumline.errors import EnvironmentFault
 from drumline.vendor import names
 
 PLACES = {
@@ -16,10 +17,10 @@ PLACES = {
     "abort_process_group": "torch.distributed.distributed_c10d:_abort_process_group",
     "all_to_all_single_autograd": "torch.distributed._functional_collectives:all_to_all_single_autograd",
     "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
+    "compiled_c10d": "torch:_C._distributed_c10d",
     "current_graph_task_id": "torch:_C._current_graph_task_id",
     "device_constructors": "torch.utils._device:_device_constructors",
     "dump_memory_snapshot": "torch.cuda.memory:_dump_snapshot",
-    "dump_flight_recorder": "torch:_C._distributed_c10d._dump_fr_trace",
     "foreach_add_": "torch:_foreach_add_",
     "foreach_copy_": "torch:_foreach_copy_",
     "foreach_mul_": "torch:_foreach_mul_",
@@ -27,6 +28,7 @@ PLACES = {
     "foreach_sub": "torch:_foreach_sub",
     "foreach_sub_": "torch:_foreach_sub_",
     "foreach_zero_": "torch:_foreach_zero_",
+    "groups_of_process": "torch.distributed.distributed_c10d:_world",
     "get_build_directory": "torch.utils.cpp_extension:_get_build_directory",
     "get_layout": "torch.serialization:_get_layout",
     "is_in_bad_fork": "torch.cuda:_is_in_bad_fork",
@@ -39,6 +41,7 @@ PLACES = {
     "queue_callback": "torch.autograd:Variable._execution_engine.queue_callback",
     "record_memory_history": "torch.cuda.memory:_record_memory_history",
     "resolve_process_group": "torch.distributed.distributed_c10d:_resolve_process_group",
+    "set_group_timeout": "torch.distributed.distributed_c10d:_set_pg_timeout",
     "to_copy": "torch:ops.aten._to_copy",
     "tree_leaves": "torch.utils._pytree:tree_leaves",
     "tree_map": "torch.utils._pytree:tree_map",
@@ -61,3 +64,19 @@ MEMBERS = {
     "torch.nn.modules.batchnorm:_BatchNorm": ("_check_input_dim",),
 }
 __getattr__ = names("torch", "2.11.0", "2.13.0", PLACES)
+
+
+def dump_flight_recorders() -> list[bytes]:
+    """Return the collectives that each recorder of this process holds, pickled: of gloo, and of NCCL where torch is built with it.
+
+    Raises EnvironmentFault for a torch without either.
+    """
+    module = __getattr__("compiled_c10d")
+    dumps = []
+    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
+        dump = getattr(module, name, None)
+        if dump is not None:
+            dumps.append(dump())
+    if not dumps:
+        raise EnvironmentFault("this torch records no collectives")
+    return dumps

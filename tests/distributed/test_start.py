@@ -25,6 +25,14 @@ def test_every_group_has_the_timeout_of_the_config() -> None:
         assert code == 0 and set(said.split()[-7:]) == {"41.0"}, said
 
 
+def test_the_limit_of_collectives_follows_what_the_ranks_do() -> None:
+    first, second = (end(process) for process in ranks("phases"))
+    for code, said in (first, second):
+        assert code == 0, said
+        assert "300.0 100.0 150.0 600.0 600.0 150.0 7200.0 600.0" in said
+    assert "1000ms" in first[1] and "1000ms" not in second[1], first[1]
+
+
 def test_an_error_is_the_end_though_a_peer_does_not_answer() -> None:
     first, second = ranks("blocked")
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.fake_gpu.environment import PYTHON, environment
-from tests.fake_gpu.running import drumline, end, free_port, said, shared_memory, start
+from tests.fake_gpu.running import drumline, end, free_port, run_ranks, said, shared_memory, start
 from tests.faults.live import kill, ranks_of, wait_for
 from tests.harness import ROOT, events, losses, survivors, write_config
 from tests.harness import drumline as drumline_on_cpu
@@ -134,13 +134,10 @@ def test_a_killed_and_a_suspended_rank_are_named_and_the_run_goes_on(
     assert not survivors(str(hurt))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="telemetry/flight.py reads gloo's flight recorder (_dump_fr_trace), not NCCL's",
-)
 def test_of_a_hang_the_collective_of_nccl_is_named(hurt: Path) -> None:
     (hang,) = events(hurt, "hang")
-    assert hang["waits"][0].startswith("rank 0 waits in all_reduce"), hang["waits"]
+    # As a rule that of DDP's buffers, the first of a step.
+    assert "default_pg, NCCL)" in hang["waits"][0], hang["waits"]
 
 
 def test_out_of_memory_is_planned_anew(tmp_path: Path) -> None:
@@ -177,6 +174,11 @@ def test_a_session(tmp_path: Path) -> None:
     alone = drumline("launch", script, "--nproc", 1, "--", "single", one, "cuda")
     assert alone.code == 0, alone.out
     has_losses_of(two, one)
+
+
+def test_groups_have_the_limit_of_the_run_and_stages_bring_no_line_of_nccl() -> None:
+    failed = run_ranks("tests.fake_gpu.groups", [], devices=2, timeout=120)
+    assert not failed, failed
 
 
 def test_doctor() -> None:

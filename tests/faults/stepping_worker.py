@@ -104,7 +104,7 @@ def main() -> None:
         (run / "importing").touch()
         time.sleep(600)
     with recording(), StopFlag() as asked:
-        ranks = start("cpu", "gloo", min(60, plan.config.launch.timeout_seconds))
+        ranks = start("cpu", "gloo", min(60, plan.config.launch.timeout_seconds or 60))
         try:
             Walk(run, ranks.rank, asked).go(options.resume)
         except BaseException as error:

@@ -73,6 +73,17 @@ def test_nothing_fits_here(model: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert line.startswith("strategy: nothing fits; nearest is single: ") and "> 1.0 MB" in line
 
 
+def test_a_plan_for_gpus_tries_no_kernel_of_theirs_on_the_host(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trials before the launch run on the CPU, and a line about it would say nothing of the run."""
+    monkeypatch.setattr(setup, "detect", lambda: GPUS)
+    path = write_config(tmp_path, model, precision="bf16", data={"packing": True})
+    plan, _ = planned(path, "strategy=single", "run.device=cuda", world=1)
+    assert plan.device == "cuda"
+    assert "does not work here" not in caplog.text
+
+
 # (what the YAML says, machine, device, processes) → (devices of a host, hosts, kind), whether a line says that another was planned for
 HERE: list[tuple[dict[str, Any] | str | None, Machine, Any, int, tuple[int, int, str], bool]] = [
     (None, GPUS, "cuda", 4, (4, 1, "cuda"), False),

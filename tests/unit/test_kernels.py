@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from drumline.dist.seeds import drawing
+from drumline.launchers import environment as environment_of_launchers
 from drumline.train import build
 from tests.harness import ROOT, environment
 
@@ -60,8 +61,12 @@ def test_drawing_touches_one_generator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("said", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_segments_expand_unless_somebody_said_otherwise(said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("nvml", ["libc.so.6", "libnot-there.so.1"])
+def test_segments_expand_unless_somebody_said_otherwise(said: str | None, nvml: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where NVML cannot be loaded, without which torch crashes at the first segment."""
     from drumline.cli import main
+
+    monkeypatch.setattr(environment_of_launchers, "NVML", nvml)
 
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "")  # so that it is taken back
@@ -71,7 +76,12 @@ def test_segments_expand_unless_somebody_said_otherwise(said: str | None, monkey
     with pytest.raises(SystemExit):
         main(["--version"])
     set_to = {name: value for name, value in os.environ.items() if name.endswith("_ALLOC_CONF")}
-    assert set_to == ({said: "max_split_size_mb:64"} if said else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    expected: dict[str, str] = {}
+    if said:
+        expected = {said: "max_split_size_mb:64"}
+    elif nvml == "libc.so.6":
+        expected = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert set_to == expected
 
 
 def test_processes_of_tests_keep_the_path_that_was_given() -> None:

@@ -62,6 +62,11 @@ def test_variables_of_nccl_and_gloo_are_shown_and_held_against_the_plan(variable
     assert network.why({"HOME": "/"}, 600.0, "eth0") == []
 
 
+def test_a_limit_of_nccl_is_read_by_nobody_where_the_plan_sets_none_either() -> None:
+    (_, line) = network.why({"NCCL_TIMEOUT": "600"}, None, None)
+    assert line == "environment NCCL_TIMEOUT=600 is read by nobody: launch.timeout_seconds is the limit of a collective"
+
+
 @pytest.fixture
 def rank_1(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """This process is rank 1 of two, of a launcher that has the store."""

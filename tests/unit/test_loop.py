@@ -34,6 +34,7 @@ from drumline.telemetry.traffic import Traffic
 from drumline.train.loop import Loop
 from drumline.train.saving import Saver
 from drumline.train.state import Goodput, TrainState, judged
+from drumline.train.timeouts import CollectiveTimeout
 from tests.fake_engine import FakeEngine
 
 STEPS = 6
@@ -86,6 +87,7 @@ def loop(
         saver=Saver(made, engine, state, checkpointer, emit, gather, flag),
         emit=emit,
         gather=gather,
+        timeout=CollectiveTimeout(made),
         stop_flag=flag,
         memory_bytes=lambda: 7,
         state=state,

@@ -172,6 +172,18 @@ def test_a_ring_cuts_each_part_in_two() -> None:
         resolve(asked, run_dir="r", machine=TWO_H100, world_size=None, facts=None, model_path="m", data=DATA)
 
 
+def test_a_ring_in_fp32_has_chunks_that_torch_can_merge_and_is_experimental() -> None:
+    """The kernel for fp32 pads its log-sum-exps to multiples of 32 tokens."""
+    rows = {"train": [{"kind": "file", "path": "x.jsonl"}], "max_length": 96, "packing": False}
+    asked = config(strategy={"kind": "cp", "method": "ring"}, data=rows, precision="fp32")
+    facts = ModelFacts("m", 10**6, 1.0, 320, 512, 4, 64, heads=8, kv_heads=8)
+    told = {"run_dir": "r", "machine": TWO_H100, "world_size": None, "facts": facts, "model_path": "m", "data": DATA}
+    with pytest.raises(PlanError, match=r"4 parts of a multiple of 32 tokens.*nearest: 128"):
+        resolve(asked, **told)
+    longer = config(strategy={"kind": "cp", "method": "ring"}, data={**rows, "max_length": 128}, precision="fp32")
+    assert any("ring attention (experimental" in line for line in resolve(longer, **told).why)
+
+
 def test_dp_says_why_ddp_is_better() -> None:
     two, one = plan(TWO_H100, strategy="dp", batch={"global_samples": 4}), plan(strategy="dp")
     assert (two.mesh.world_size, two.devices_per_rank, two.data_parallel) == (1, 2, "dp")

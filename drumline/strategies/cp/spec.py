@@ -15,7 +15,9 @@ class CPStrategy(OneDegree):
     compared: ClassVar[bool] = True
     dimension: ClassVar[Dimension] = "cp"
     kind: Literal["cp"] = "cp"
-    method: Literal["ulysses", "ring"] = Field("ulysses", description="How attention sees a whole sequence: all-to-all, or a ring (GPUs).")
+    method: Literal["ulysses", "ring"] = Field(
+        "ulysses", description="How attention sees a whole sequence: all-to-all, or a ring (GPUs; experimental)."
+    )
 
     def context_method(self) -> Literal["ulysses", "ring"]:
         return self.method

@@ -1,0 +1,71 @@
+"""After how many seconds a collective fails: one number for all process groups of a run."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from drumline.core.mesh import GROUPS_APART
+from drumline.core.network import LONG_SECONDS
+from drumline.vendor.torch import groups_of_process, set_group_timeout
+
+_seconds: float | None = None  # None: the groups are not ours, or there are none
+_is_fixed = False  # by launch.timeout_seconds
+
+
+def begin_timeouts(seconds: float | None) -> timedelta:
+    """Return the limit that the groups of a run are made with.
+
+    `seconds`: the user's own, which stays; None: it may follow what the ranks do (`set_timeout`).
+    """
+    global _is_fixed
+    _is_fixed = False
+    set_timeout(LONG_SECONDS if seconds is None else seconds)
+    _is_fixed = seconds is not None
+    return timedelta(seconds=LONG_SECONDS if seconds is None else seconds)
+
+
+def set_timeout(seconds: float) -> None:
+    """Let collectives that begin from now on fail after `seconds`, unless the user has set a limit.
+
+    All ranks call it with the same number at the same point. Groups made later get it as well: torch
+    would give those without a number of their own 10 or 30 minutes.
+    """
+    global _seconds
+    if _is_fixed or seconds == _seconds:
+        return
+    _seconds = seconds
+    timeout = timedelta(seconds=seconds)
+    c10d.default_pg_timeout = timeout
+    c10d.default_pg_nccl_timeout = timeout
+    share_timeout()
+
+
+def share_timeout() -> None:
+    """Give the limit to all groups of this rank, but for those that have their own (`GROUPS_APART`).
+
+    Of a group that torch splits off another one NCCL alone has it: the half for tensors on the host
+    comes with gloo's own.
+    """
+    if _seconds is None or not dist.is_initialized():
+        return
+    timeout = timedelta(seconds=_seconds)
+    for group in list(groups_of_process.pg_map):
+        if group.group_desc not in GROUPS_APART:
+            set_group_timeout(timeout, group)
+
+
+def limit_between_steps() -> timedelta:
+    """Return the limit for what is under way beside the steps: the user's own, or the long one."""
+    if _is_fixed and _seconds is not None:
+        return timedelta(seconds=_seconds)
+    return timedelta(seconds=LONG_SECONDS)
+
+
+def forget_timeouts() -> None:
+    """Forget the groups of a run that is over; a process may train several."""
+    global _seconds, _is_fixed
+    _seconds = None
+    _is_fixed = False

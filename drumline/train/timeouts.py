@@ -1,0 +1,55 @@
+"""After how many seconds a collective fails, by what the ranks are doing: little within a step, more between steps.
+
+The watcher of heartbeats names and ends ranks that hang long before (`core.heartbeat`). These limits are for runs that nobody watches.
+NCCL counts from when the host begins a collective, so all that the device has to do before it counts as well.
+"""
+
+from __future__ import annotations
+
+from drumline.core.network import LONG_SECONDS, START_SECONDS, STEP_SECONDS
+from drumline.core.plan import Plan
+from drumline.dist.timeouts import set_timeout
+
+TIMES = 3.0  # a collective may take so many times the longest step
+
+
+class CollectiveTimeout:
+    """Sets the limit of collectives on this rank. All ranks call each method at the same step with the same numbers, so they agree."""
+
+    def __init__(self, plan: Plan) -> None:
+        """Set the limit for the time until the first step."""
+        self.least = STEP_SECONDS
+        start = START_SECONDS
+        if _may_wait_within_steps(plan):
+            self.least = START_SECONDS
+            start = LONG_SECONDS
+        self.longest = 0.0  # seconds of a step
+        if plan.predicted.estimate is not None:
+            self.longest = plan.predicted.estimate.seconds.total
+        self.last = 0  # the last step before which other work was done
+        self._set(start)
+
+    def before_long_work(self, step: int) -> None:
+        """Set the limit for what takes long on some rank: an evaluation, a save, a rollout.
+
+        `step`: steps done. The limit stays until a step after them is over on all ranks: those that
+        are ready first wait in it for the others.
+        """
+        self.last = step
+        self._set(LONG_SECONDS)
+
+    def after_step(self, step: int, seconds: list[float]) -> None:
+        """Set the limit of the steps that follow. `step`: as `Flight.step`; `seconds`: of the step before it on each rank."""
+        self.longest = max(self.longest, *seconds)
+        if step > self.last:
+            self._set(self.least)
+
+    def _set(self, least: float) -> None:
+        set_timeout(max(least, TIMES * self.longest))
+
+
+def _may_wait_within_steps(plan: Plan) -> bool:
+    """Whether one rank may be held up within a step for longer than a step takes: it compiles, waits for a stream of data, or runs the
+    user's own code after it."""
+    config = plan.config
+    return config.compile.enabled or config.data.stream is not None or bool(config.run.callbacks)
