@@ -145,6 +145,12 @@ class RolePlan(Frozen):
     layers: tuple[tuple[int, int], ...] = Field((), description="Blocks of each stage of a pipeline, as PipelinePlan has them.")
 
 
+def _explicit_stream_parts(values: dict[str, Any]) -> int:
+    """Return the parts of the stream of a plan that does not have them: an older version's, where nothing was left open."""
+    is_cut = "config" in values and getattr(values["config"].strategy, "sequence_parallel", False)
+    return values["mesh"].tp if is_cut and "mesh" in values else 1
+
+
 class Layout(Frozen):
     """How a run is spread over its devices: what the planner's arithmetic is a function of. A search makes thousands; a Plan is one of
     them. `config.strategy` is what runs (auto in none that is estimated); what the user left open in `config` is resolved in the other
@@ -160,6 +166,10 @@ class Layout(Frozen):
     precision: Precision
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     batch: BatchPlan
+    stream_parts: int = Field(
+        default_factory=_explicit_stream_parts,
+        description="Parts that the residual stream is cut into by tokens between the layers that tensor parallelism cuts: tp, or 1.",
+    )
     steps: int | None = Field(None, description="Optimizer steps in all; null in a dry run before the data is prepared.")
     data: DataPlan | None = None
     roles: dict[str, RolePlan] = Field(default_factory=dict, description="reference, value, reward: models besides the policy.")
@@ -172,10 +182,6 @@ class Layout(Frozen):
     def place(self) -> str:
         """torch's name for the kind of device that ranks compute on."""
         return "mps" if self.config.run.device == "mps" else self.device
-
-    @property
-    def stream_parts(self) -> int:
-        return self.strategy.stream_parts(self.mesh)
 
     @property
     def pure(self) -> bool:

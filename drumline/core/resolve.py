@@ -19,6 +19,7 @@ from drumline.core.plan import BatchPlan, DataPlan, Layout, Plan, Predicted, Rol
 from drumline.core.rule import Case
 from drumline.core.rules import check_rules
 from drumline.core.stages import in_flight, plan_pipeline, stage_layers
+from drumline.core.stream import reason_against_stream
 from drumline.core.unadapted import describe_unadapted, find_unadapted
 from drumline.errors import PlanError
 from drumline.hardware.catalog import peak_flops
@@ -115,10 +116,45 @@ def lay_out(
         precision=case.precision,
         activation_checkpointing=config.memory.activation_checkpointing,
         batch=batch,
+        stream_parts=_stream_parts(case, why),
         steps=_steps(config, batch, data, why),
         data=data,
         roles={name: role.model_copy(update={"layers": layers[name]}) if name in layers else role for name, role in roles.items()},
     )
+
+
+def _stream_parts(case: Case, why: list[str]) -> int:
+    """Return the parts that the residual stream is cut into by tokens over the tp ranks; 1: it stays whole.
+
+    All models of the run are cut alike: one whose stream must stay whole keeps those of the others whole,
+    too. `why` gets a line where the user has left it open.
+    """
+    tp = case.mesh.tp
+    wanted = getattr(case.strategy, "sequence_parallel", False)
+    if tp == 1 or wanted is False:
+        return 1
+    if wanted:
+        return tp
+    reason = reason_for_whole_stream(case.config, case.facts)
+    if reason:
+        why.append(f"sequence_parallel off: {reason}")
+        return 1
+    where = "between attention and feed-forward"
+    why.append(f"sequence_parallel on (experimental on GPUs): a tp rank has 1/{tp} of the tokens {where}")
+    return tp
+
+
+def reason_for_whole_stream(config: Config, facts: ModelFacts | None) -> str:
+    """Return why the streams of the policy and of the other models are not cut; an empty text where they are."""
+    reason = reason_against_stream(config, facts)
+    if reason or facts is None:
+        return reason
+    without_adapter = config.model_copy(update={"adapter": NoAdapter()})
+    for name, sizes in facts.roles.items():
+        reason = reason_against_stream(without_adapter, sizes)
+        if reason:
+            return f"{name}: {reason}"
+    return ""
 
 
 def deepspeed_of(layout: Layout, facts: ModelFacts | None, run_dir: str) -> dict[str, Any] | None:

@@ -76,14 +76,15 @@ class Names(NamedTuple):
 
 
 class Space(NamedTuple):
-    """What the search looks for strategies on. `layers`: of the model, and `experts` of a layer. `nvme`: a folder on a disk to offload to.
-    `stream`: the model's residual stream may be cut by tokens."""
+    """What the search looks for strategies on.
+
+    `layers`: of the model, and `experts` of a layer. `nvme`: a folder on a disk to offload to.
+    """
 
     nodes: int
     per_node: int
     layers: int
     nvme: str | None
-    stream: bool = False
     experts: int = 0
 
     @property
@@ -157,10 +158,6 @@ class StrategySpec(Spec):
     def pipeline_schedule(self) -> tuple[Schedule, int]:
         """The schedule of a strategy with stages, and how many stages a rank holds."""
         return "1f1b", 1
-
-    def stream_parts(self, mesh: Mesh) -> int:
-        """Parts that the residual stream is cut into by tokens, between the layers that tensor parallelism cuts."""
-        return 1
 
     def copies(self) -> CopyOptions:
         """How copies are kept equal, where there are some."""
@@ -397,5 +394,4 @@ def mixes(space: Space) -> Iterator[dict[str, Any]]:
         if tp == cp == pp == ep == 1 or world % (tp * cp * pp * ep) or pp > max(1, space.layers) or (cp > 1 and pp > 1):
             continue
         for schedule in SCHEDULES if pp > 1 else SCHEDULES[:1]:
-            parts = {"sequence_parallel": True} if space.stream and tp > 1 else {}
-            yield {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "pipeline": PipelineConfig(schedule=schedule), **parts}
+            yield {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "pipeline": PipelineConfig(schedule=schedule)}

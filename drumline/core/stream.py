@@ -1,4 +1,7 @@
-"""Sequence parallelism beside tensor parallelism: its key, and why a model's residual stream cannot be cut by tokens. No torch here."""
+"""Sequence parallelism beside tensor parallelism: its key, whether it is on, and why a residual stream cannot be cut by tokens.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from drumline.core.mesh import Mesh
 from drumline.core.rule import Refusal
 from drumline.core.section import Section
 
@@ -15,17 +17,47 @@ if TYPE_CHECKING:
     from drumline.core.config import Config
     from drumline.core.facts import ModelFacts
 
+# Types of models whose losses and gradients with the stream cut were held against one process, in
+# tests/distributed/test_tensor_parallel.py and, of BERT, test_classify.py. The stream of another type
+# is cut only where the user says so.
+PROVEN = frozenset(
+    (
+        "apertus", "arcee", "bert", "cohere", "cohere2", "cohere2_moe", "cwm", "ernie4_5",
+        "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_unified_text", "glm",
+        "glm4", "glm4_moe", "gpt2", "granite", "helium", "hyperclovax", "internlm3",
+        "iquestcoder", "jais2", "laguna", "llama", "mellum", "minimax_m2", "ministral3",
+        "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi3",
+        "qwen2", "qwen3", "qwen3_moe",
+    )
+)  # fmt: skip
+
 
 class SequenceParallel(Section):
     """Part of a strategy that may cut matrices over tp ranks."""
 
-    sequence_parallel: bool = Field(
-        False,
-        description="With tp > 1, norms and the residual stream are cut by tokens over the tp ranks, too (Korthikanti et al. 2022).",
+    sequence_parallel: bool | None = Field(
+        None,
+        description="With tp > 1, norms and the residual stream are cut by tokens over the tp ranks, too (Korthikanti et al. 2022)."
+        " null: true where that is proven for the model.",
     )
 
-    def stream_parts(self, mesh: Mesh) -> int:
-        return mesh.tp if self.sequence_parallel else 1
+
+def reason_against_stream(config: Config, facts: ModelFacts | None) -> str:
+    """Return why sequence parallelism is off where nobody has set it; an empty text where it is on.
+
+    `facts`: of the model; None: it is not known, or a module of the user's own.
+    """
+    if facts is None:
+        return "what the model computes between its layers is not known"
+    refusal = next(whole_stream(config, facts), None)
+    if refusal is not None:
+        return refusal.reason
+    strategy = config.strategy
+    if getattr(strategy, "cp", 1) > 1 and strategy.context_method() == "ring":
+        return "it has not run beside ring attention"
+    if facts.name not in PROVEN:
+        return f"it is not proven for models of type {facts.name}"
+    return ""
 
 
 def whole_stream(config: Config, facts: ModelFacts) -> Iterator[Refusal]:

@@ -42,8 +42,16 @@ from drumline.models.vocabulary import Growth, growth_of, set_rows
 
 # Config keys for the soft-capping and scaling of logits: Gemma 2, Cohere, Granite. `models.head.can_split` tries the model itself.
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-# Config keys of GPT-2, Llama, BERT and OPT for dropout over a block's outputs to the residual stream.
-STREAM_DROPOUTS = ("resid_pdrop", "hidden_dropout", "hidden_dropout_prob", "dropout")
+# Config keys of GPT-2, Llama, BERT, OPT and StarCoder 2 for dropout over a block's outputs to the residual stream, and of Mixtral for
+# noise on it before the router.
+STREAM_DROPOUTS = (
+    "resid_pdrop",
+    "residual_dropout",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "dropout",
+    "router_jitter_noise",
+)
 # Keys that a model reads, though the class of its config does not declare them.
 UNDECLARED = {"qwen3_moe": ("head_dim",)}
 _NOT_TAKEN = "transformers does not take this", "model.config", ModelError, "mend the values under model.config"

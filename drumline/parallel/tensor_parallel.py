@@ -72,19 +72,27 @@ def _moved(x: Tensor, mesh: DeviceMesh, lies: Placement, after: Placement, back:
 
 
 class Stream:
-    """The residual stream, cut by tokens. `length`: T of the batch in hand. Until a block has begun it is whole, as in trials."""
+    """The residual stream, cut by tokens. `rows`, `length`: B and T of the batch in hand. Until a block has begun it is whole, as in
+    trials."""
 
     def __init__(self, mesh: DeviceMesh, keeps_parts: bool) -> None:
-        self.mesh, self.keeps_parts, self.length = mesh, keeps_parts, 0
+        self.mesh, self.keeps_parts, self.rows, self.length = mesh, keeps_parts, 0, 0
 
     def cut(self, whole_BTD: Tensor) -> Tensor:
-        self.length = whole_BTD.shape[1]
+        self.rows, self.length = whole_BTD.shape[:2]
         return _moved(whole_BTD, self.mesh, Replicate(), Shard(1))
 
     def gathered(self, part_BtD: Tensor, back: Placement | None = None) -> Tensor:
         """`back`: Partial, where what is computed of it differs by rank."""
         shape = (part_BtD.shape[0], self.length, *part_BtD.shape[2:])
         return _moved(part_BtD, self.mesh, Shard(1), Replicate(), back, shape)
+
+    def summed(self, product: Tensor) -> Tensor:
+        """This rank's tokens of the sum over ranks of float[B, T, D], or of float[B·T, D]: float[B, t, D], or float[B·t, D]."""
+        if product.ndim > 2:
+            return _moved(product, self.mesh, Partial(), Shard(1))
+        product_BTD = product.unflatten(0, (self.rows, self.length))
+        return self.summed(product_BTD).flatten(0, 1)
 
 
 class _Parts:
@@ -127,14 +135,19 @@ def _region(stream: Stream, forward: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*given: Any, **options: Any) -> Any:
         part_BtD = given[0] if given else options.pop("hidden_states")
+        is_flat = part_BtD.ndim == 2  # a mixture may give its shared expert rows end to end
+        if is_flat:
+            part_BtD = part_BtD.unflatten(0, (stream.rows, -1))
         device = part_BtD.device.type
         if torch.is_autocast_enabled(device):  # its layers would cast it, each for itself
             part_BtD = part_BtD.to(torch.get_autocast_dtype(device))
-        whole_BTD = stream.gathered(part_BtD, Partial())
+        whole = stream.gathered(part_BtD, Partial())
+        if is_flat:
+            whole = whole.flatten(0, 1)
         if not (stream.keeps_parts and torch.is_grad_enabled()):
-            return forward(whole_BTD, *given[1:], **options)
-        with _Parts(part_BtD, torch.no_grad()(stream.gathered)).instead_of(whole_BTD):
-            return forward(whole_BTD, *given[1:], **options)
+            return forward(whole, *given[1:], **options)
+        with _Parts(part_BtD, torch.no_grad()(stream.gathered)).instead_of(whole):
+            return forward(whole, *given[1:], **options)
 
     return run
 
@@ -216,7 +229,8 @@ def _by_columns(layer: Any, style: str, mesh: DeviceMesh, stream: Stream | None,
         x = _moved(x, mesh, Replicate(), Shard(x.ndim - 1))
     elif style != "rowwise":
         x = x.narrow(-1, first_row(x.shape[-1], mesh), matrix.shape[1])
-    out = _moved(nn.functional.linear(x, matrix), mesh, Partial(), Shard(1) if stream else Replicate())
+    product = nn.functional.linear(x, matrix)
+    out = stream.summed(product) if stream else _moved(product, mesh, Partial(), Replicate())
     return out if layer.bias is None else out + local(layer.bias).to(out.dtype)
 
 

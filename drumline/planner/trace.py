@@ -85,9 +85,7 @@ def question_of(config: Config, model_path: str | None, layout: Layout, facts: M
         raise Untraceable("it sees images of many sizes" if facts.vision_language else "what is offloaded stays in the same memory")
     if layout.engine == "pipeline" and layout.mesh.tp * layout.mesh.cp > 1:
         raise Untraceable("its pipeline's stages are cut")
-    cut = layout.stream_parts > 1
-    strategy = make(StrategySpec, "tp", sequence_parallel=True) if cut else make(StrategySpec, "single")
-    plain: dict[str, Any] = {"strategy": strategy, "compile": CompileConfig(), "memory": layout.config.memory}
+    plain: dict[str, Any] = {"strategy": make(StrategySpec, "single"), "compile": CompileConfig(), "memory": layout.config.memory}
     if isinstance(config.adapter, LoRAConfig):
         plain["adapter"] = config.adapter.model_copy(update={"quantize": "none"})
     if config.compile.enabled and choice_of(layout, facts).kernel == "masked" and not facts.keeps_scores:
@@ -104,6 +102,7 @@ def question_of(config: Config, model_path: str | None, layout: Layout, facts: M
         precision="fp32" if layout.precision == "fp32" else "bf16",
         activation_checkpointing=layout.activation_checkpointing,
         batch=layout.batch,
+        stream_parts=layout.stream_parts,
         lr=0.0,
         data=DataPlan(train_cache="", labels=("0", "1")) if config.head in ("text", "image") else None,
         model_path=model_path,
@@ -114,7 +113,7 @@ def question_of(config: Config, model_path: str | None, layout: Layout, facts: M
     all_low = layout.pure or (layout.engine == "deepspeed" and plan.precision != "fp32")
     low = plan.precision if all_low else config.strategy.gathered_in(plan.precision, config.images_alone)
     hf_config = load_config(model_path, config.model)
-    made = {"plan": json.loads(plan.model_dump_json()), "rows": layout.rows, "length": layout.length, "dtype": low, "cut": cut}
+    made = {"plan": json.loads(plan.model_dump_json()), "rows": layout.rows, "length": layout.length, "dtype": low}
     made["model"] = hf_config.to_dict()
     return made | {"layers": _layers(getattr(hf_config.get_text_config(), "layer_types", None) or [], facts.layers)}
 

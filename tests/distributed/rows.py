@@ -76,7 +76,7 @@ def needs(row: Row, case: Case) -> set[Any]:
 # Each part of these stands in another row.
 AGAIN = ("ddp 4", "ddp 2, static graph", "ddp 2, finds unused", "fsdp2 2, grad-op", "fsdp2 2, activation checkpointing",
          "fsdp2 2, wraps blocks and their halves", "tp 2, activation checkpointing", "ddp 2 x tp 2", "fsdp2 2 x tp 2",
-         "ddp 2 x tp 2, sharded optimizer", "cp 2, activation checkpointing", "cp 2 x tp 2", "ddp 2 x cp 2",
+         "ddp 2 x tp 2, sharded optimizer", "cp 2, activation checkpointing", "ddp 2 x cp 2",
          "pp 2, zero bubble, activation checkpointing", "pp 4", "ddp 2 x pp 2", "fsdp2 2 x pp 2, activation checkpointing",
          "tp 2 x pp 2", "zero2 1", "zero3 2, activation checkpointing", "zero3 4")  # fmt: skip
 ENGINE_OF_KIN = "ddp"
@@ -118,22 +118,21 @@ ROWS = [
     Row("tp 2", 2, {"strategy": "tp"}),
     Row("tp 2, accumulation 4", 2, {"strategy": "tp", "batch": {"global_samples": 8, "micro_batch": 2}}),
     Row("tp 2, activation checkpointing", 2, {"strategy": "tp", "memory": {"activation_checkpointing": "full"}}),
-    Row("tp 2, sequence parallel", 2, {"strategy": {"kind": "tp", "sequence_parallel": True}}),
+    Row("tp 2, whole stream", 2, {"strategy": {"kind": "tp", "sequence_parallel": False}}),
     Row(
-        "fsdp2 2 x tp 2, sequence parallel, activation checkpointing",
+        "fsdp2 2 x tp 2, activation checkpointing",
         4,
         {
-            "strategy": {"kind": "fsdp2", "tp": 2, "sequence_parallel": True},
+            "strategy": {"kind": "fsdp2", "tp": 2},
             "batch": {"micro_batch": 2},
             "memory": {"activation_checkpointing": "full"},
         },
     ),
     Row(
-        "tp 2 x pp 2, sequence parallel, interleaved",
+        "tp 2 x pp 2, interleaved",
         4,
-        {"strategy": {"kind": "ddp", "tp": 2, "pp": 2, "sequence_parallel": True, "pipeline": {"schedule": "interleaved"}}, **FOURS},
+        {"strategy": {"kind": "ddp", "tp": 2, "pp": 2, "pipeline": {"schedule": "interleaved"}}, **FOURS},
     ),
-    Row("cp 2 x tp 2, sequence parallel", 4, {"strategy": {"kind": "ddp", "cp": 2, "tp": 2, "sequence_parallel": True}}),
     Row("ddp 2 x tp 2", 4, {"strategy": {"kind": "ddp", "tp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
     Row("fsdp2 2 x tp 2", 4, {"strategy": {"kind": "fsdp2", "tp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
     Row("dp", 1, {"strategy": "dp"}),
@@ -193,7 +192,7 @@ LOW = [
     for strategy in ("ddp", "fsdp2", "tp", "pp")
     for precision in ("bf16", "fp16")
 ]
-LOW.append(Row("tp 2, sequence parallel, bf16", 2, {"strategy": {"kind": "tp", "sequence_parallel": True}, "precision": "bf16"}))
+LOW.append(Row("tp 2, whole stream, bf16", 2, {"strategy": {"kind": "tp", "sequence_parallel": False}, "precision": "bf16"}))
 LOW.append(Row("fsdp2 2 x pp 2, bf16", 4, {"strategy": {"kind": "fsdp2", "pp": 2}, "precision": "bf16", "batch": {"micro_batch": 2}}))
 LOW += [
     Row("fsdp2 2, gathered in bf16", 2, {"strategy": {"kind": "fsdp2", "param_dtype": "bf16"}}),
@@ -232,7 +231,7 @@ CASES = [
     # each strategy and each CPU (tensor parallelism: weights 1.2e-5 apart with 1e-8, 2.5e-7 with 1e-6).
     Case("clipped hard", {"data": {"packing": False}, "rows": 48, "optimizer": {"max_grad_norm": 0.05, "weight_decay": 0.1, "eps": 1e-6}}),
     Case(
-        "uneven lengths", {"data": {"packing": False}, "rows": 48, "optimizer": {"eps": 1e-6}}, rows=(*SPREADS, "tp 2, sequence parallel")
+        "uneven lengths", {"data": {"packing": False}, "rows": 48, "optimizer": {"eps": 1e-6}}, rows=(*SPREADS, "tp 2, whole stream")
     ),
     Case("plain cross-entropy", {"data": {"packing": True}, "rows": 120, "algorithm": {"kind": "pretrain", "loss_chunk": 0}}, rows=SPREADS),
     Case("compiled", {"data": {"packing": True}, "rows": 120, "compile": {"enabled": True}}, rows=("fsdp2 2",)),
@@ -251,7 +250,7 @@ CASES = [
             "fsdp2 2, accumulation 4",
             "fsdp2 2, activation checkpointing",
             "tp 2",
-            "tp 2, sequence parallel",
+            "tp 2, whole stream",
             "ddp 2 x tp 2, sharded optimizer",
             "fsdp2 2 x tp 2",
             "pp 2, zero bubble, activation checkpointing",

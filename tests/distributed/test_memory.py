@@ -60,10 +60,10 @@ ROWS: dict[str, Row] = {
     "diloco": Row({"kind": "diloco", "period": 1}, 2),
     "fsdp2, bf16": Row({"kind": "fsdp2"}, 2, LOW, within=0.12),
     "fsdp2, grad-op": Row({"kind": "fsdp2", "reshard_after_forward": False}, 2, LOW, within=0.12),
-    "tp": Row({"kind": "tp"}, 2),
-    "tp, sequence parallel": Row({"kind": "tp", "sequence_parallel": True}, 2, within=0.08),
-    "tp, sequence parallel, bf16": Row({"kind": "tp", "sequence_parallel": True}, 2, LOW, within=0.08),
-    "tp, sequence parallel, full": Row({"kind": "tp", "sequence_parallel": True}, 2, FULL, within=0.08),
+    "tp": Row({"kind": "tp"}, 2, within=0.08),
+    "tp, bf16": Row({"kind": "tp"}, 2, LOW, within=0.08),
+    "tp, full": Row({"kind": "tp"}, 2, FULL, within=0.08),
+    "tp, whole stream": Row({"kind": "tp", "sequence_parallel": False}, 2),
     "ddp, sharded optimizer": Row({"kind": "ddp", "shard_optimizer": True}, 2, within=0.08),
     "ddp x pp, sharded optimizer": Row(
         {"kind": "ddp", "pp": 2, "shard_optimizer": True}, 4, {"batch": {"global_samples": 8, "micro_batch": 2}}, within=0.08
@@ -102,10 +102,10 @@ ROWS: dict[str, Row] = {
 
 # What another row shows, too: with --full alone.
 REST = (
-    "single, full, 2 of 4", "single, in chunks", "single, frozen embedding", "fsdp2, grad-op", "tp, sequence parallel, bf16",
-    "tp, sequence parallel", "ddp, sharded optimizer", "ddp x tp, sharded optimizer", "pp, interleaved", "single, tokens",
+    "single, full, 2 of 4", "single, in chunks", "single, frozen embedding", "fsdp2, grad-op", "tp, bf16",
+    "tp, whole stream", "ddp, sharded optimizer", "ddp x tp, sharded optimizer", "pp, interleaved", "single, tokens",
     "fsdp2, in backward", "qwen3_moe, ep", "deepseek_v3, ep", "mixtral, ep, adamw_8bit", "zero1, bf16", "zero2", "fsdp2, pure bf16",
-    "ddp x pp, sharded optimizer", "tp, sequence parallel, full", "zero2, lora, bf16, full", "mixtral, ep", "gpt_oss, ep", "diloco",
+    "ddp x pp, sharded optimizer", "tp, full", "zero2, lora, bf16, full", "mixtral, ep", "gpt_oss, ep", "diloco",
     "pp, accumulation 16, full", "single, pure bf16, kahan, full", "single, dora", "single, plain logits", "single, selective",
     "single, full, offloaded", "single, lora", "pp, zero bubble, full", "ddp, adamw_8bit", "fsdp2, muon", "single, 4bit, pure bf16, full",
     "ddp, on the host", "zero2, bf16, offloaded", "single, bf16, full", "ddp", "gpt_oss, fsdp2 x ep",

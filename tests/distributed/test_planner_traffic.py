@@ -41,10 +41,10 @@ UNEVEN = (
     "fsdp2 hybrid 2 x 2",
     "tp 2, activation checkpointing",
     "fsdp2 2 x tp 2",
-    "tp 2, sequence parallel",
-    "fsdp2 2 x tp 2, sequence parallel, activation checkpointing",
-    "tp 2 x pp 2, sequence parallel, interleaved",
-    "cp 2 x tp 2, sequence parallel",
+    "tp 2",
+    "tp 2, whole stream",
+    "fsdp2 2 x tp 2, activation checkpointing",
+    "tp 2 x pp 2, interleaved",
     "cp 2 x tp 2",
     "fsdp2 2 x pp 2, interleaved",
     "tp 2 x pp 2",
@@ -55,12 +55,12 @@ UNEVEN = (
     "zero3 4",
     "fsdp2 2, bf16",
     "tp 2, bf16",
-    "tp 2, sequence parallel, bf16",
+    "tp 2, whole stream, bf16",
     "zero1 2, bf16",
     "zero2 2, bf16",
 )
 PARTS = {"stage3_param_persistence_threshold": 100}
-LORA = ("fsdp2 2, activation checkpointing", "tp 2", "tp 2, activation checkpointing", "tp 2, sequence parallel")
+LORA = ("fsdp2 2, activation checkpointing", "tp 2", "tp 2, activation checkpointing", "tp 2, whole stream")
 COMPRESSED: dict[str, dict[str, Any]] = {"int8": {}, "topk": {"ratio": 0.1}, "powersgd": {"rank": 4}}
 FAR = {**CUT, "options": {"zero_optimization": {**PARTS, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 40000}}}
 OWN_HEAD = {"init": "random", "config": {"tie_word_embeddings": False}}
@@ -78,11 +78,12 @@ EXACT = [
     Row("cp, bf16", 2, {"strategy": "cp", "precision": "bf16"}),
     Row("fsdp2, cp, gathered in fp32, bf16", 2, {"strategy": {"kind": "fsdp2", "cp": 2, "param_dtype": "fp32"}, "precision": "bf16"}),
     Row("tp, selective", 2, {"strategy": "tp", **SELECTIVE}),
+    Row("tp, whole stream, selective", 2, {"strategy": {"kind": "tp", "sequence_parallel": False}, **SELECTIVE}),
     Row("cp, selective", 2, {"strategy": "cp", **SELECTIVE}),
 ]
 # test_parity counts most strategies on an even model. One of each kind that is uneven here; the others with --full alone.
-KEPT = ("fsdp2 2, accumulation 4", "tp 2, sequence parallel", "ddp, int8")
-assert len(EXACT) == len(UNEVEN) + len(LORA) + len(COMPRESSED) + 10, "a row is named that is not there"
+KEPT = ("fsdp2 2, accumulation 4", "tp 2", "ddp, int8")
+assert len(EXACT) == len(UNEVEN) + len(LORA) + len(COMPRESSED) + 11, "a row is named that is not there"
 
 
 def slug(row: Row) -> str:

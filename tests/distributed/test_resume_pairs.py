@@ -47,15 +47,15 @@ PIPELINE_PAIRS = [
 ]
 # The stream cut by tokens, and the step shared out over copies of parts.
 PARTS: dict[str, tuple[int, Any]] = {
-    "tp 2, sequence parallel": (2, {"kind": "tp", "sequence_parallel": True}),
+    "tp 2, whole stream": (2, {"kind": "tp", "sequence_parallel": False}),
     "ddp 2 x tp 2, sharded optimizer": (4, {"kind": "ddp", "tp": 2, "shard_optimizer": True}),
     "ddp 2 x pp 2, sharded optimizer": (4, {"kind": "ddp", "pp": 2, "shard_optimizer": True}),
 }
 PARTS_PAIRS = [
-    ("tp 2, sequence parallel", "ddp 2 x tp 2, sharded optimizer"),
+    ("tp 2, whole stream", "tp 2"),
     ("ddp 2 x tp 2, sharded optimizer", "single"),
     ("fsdp2 2", "ddp 2 x pp 2, sharded optimizer"),
-    ("ddp 2 x pp 2, sharded optimizer", "tp 2, sequence parallel"),
+    ("ddp 2 x pp 2, sharded optimizer", "tp 2, whole stream"),
 ]
 # A mixture, whose experts lie on some ranks each.
 EXPERTS = "experts, "
@@ -93,8 +93,8 @@ AGAIN += [("ddp 2 x pp 2", "fsdp2 2 x tp 2"), ("pp 2", "ddp 2 x pp 2"), ("zero3 
 AGAIN += [*PARTS_PAIRS[1:3], *MIXTURE_PAIRS[1:]]
 AGAIN += [("tp 2", "pp 2"), ("zero3 4", "zero1 2"), ("fsdp2 hybrid 2 x 2", "ddp 2 x pp 2"), (f"{LORA}fsdp2 2", f"{LORA}single")]
 AGAIN += [("fsdp2 2 grad-op offload", "fsdp2 hybrid 2 x 2"), ("cp 2", "fsdp2 2 x tp 2"), ("pp 2", "fsdp2 2"), ("ddp 2 x pp 2", "pp 2")]
-AGAIN += [("tp 2, sequence parallel", "ddp 2 x tp 2, sharded optimizer"), ("fsdp2 2", "zero3 2"), *LORA_PAIRS, ZERO_PAIRS[-1]]
-AGAIN += [("pp 2", "single"), ("ddp 2", "zero2 2"), ("zero2 2", "zero3 4"), ("ddp 2 x pp 2, sharded optimizer", "tp 2, sequence parallel")]
+AGAIN += [("tp 2, whole stream", "tp 2"), ("fsdp2 2", "zero3 2"), *LORA_PAIRS, ZERO_PAIRS[-1]]
+AGAIN += [("pp 2", "single"), ("ddp 2", "zero2 2"), ("zero2 2", "zero3 4"), ("ddp 2 x pp 2, sharded optimizer", "tp 2, whole stream")]
 REST = [(a, b) for a in SPREADS for b in SPREADS if a != b and (a, b) not in SOME]
 
 

@@ -75,7 +75,7 @@ STRATEGIES = [
     spread("zero2 2", 2, "zero2"),
     spread("zero3 2", 2, CUT),
     spread("tp 2", 2, "tp"),
-    spread("tp 2, sequence parallel", 2, {"kind": "tp", "sequence_parallel": True}),
+    spread("tp 2, whole stream", 2, {"kind": "tp", "sequence_parallel": False}),
     spread("ddp 2 x tp 2", 4, {"kind": "ddp", "tp": 2}),
     spread("fsdp2 2 x tp 2", 4, {"kind": "fsdp2", "tp": 2}),
     spread("cp 2", 2, "cp"),

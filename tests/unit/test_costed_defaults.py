@@ -26,10 +26,14 @@ def test_a_pipeline_that_does_not_reshard_sends_less_and_holds_more() -> None:
 
 
 def test_tensor_parallelism_with_a_stream_in_parts_holds_less() -> None:
-    whole = estimated("{kind: fsdp2, tp: 4}")
-    in_parts = estimated("{kind: fsdp2, tp: 4, sequence_parallel: true}")
+    whole = estimated("{kind: fsdp2, tp: 4, sequence_parallel: false}")
+    in_parts = estimated("{kind: fsdp2, tp: 4}")
+    assert in_parts == estimated("{kind: fsdp2, tp: 4, sequence_parallel: true}")
     assert in_parts.memory.activations < whole.memory.activations
     assert in_parts.seconds.compute < whole.seconds.compute
+    # Of a ring an all-reduce is a reduce-scatter and an all-gather.
+    assert in_parts.traffic.all_reduce < whole.traffic.all_reduce
+    assert in_parts.traffic.reduce_scatter > whole.traffic.reduce_scatter
 
 
 def test_ends_of_their_own_are_gone_while_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:

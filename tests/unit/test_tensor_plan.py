@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from drumline.core.config import Config
+from drumline.core.facts import ModelFacts
+from drumline.core.load import refused
 from drumline.core.mesh import Mesh
 from drumline.core.model import ModelConfig
+from drumline.core.plan import Plan
+from drumline.core.resolve import reason_for_whole_stream, resolve
 from drumline.core.rule import Case
 from drumline.core.rules import check_rules
 from drumline.errors import PlanError
+from drumline.hardware.detect import Machine
 from drumline.models.load import facts, load_config
 
 SIZES: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 6, "num_hidden_layers": 1, "vocab_size": 64}
@@ -80,3 +86,91 @@ STREAM = {"kind": "tp", "sequence_parallel": True}
 def test_what_does_not_go_together_is_one_line(values: dict[str, Any], options: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         check(values, **options)
+
+
+MACHINE = Machine(devices=[], cores=2, memory_bytes=2**34, device="cpu", bf16=False)
+NOT_PROVEN = {"model_type": "doge", "intermediate_size": 32, **SIZES}
+GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 24, "n_head": 6, "vocab_size": 64}
+WHOLE_INPUTS = {**GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def sizes_of(values: dict[str, Any]) -> ModelFacts:
+    return facts(load_config(None, ModelConfig(config=values)), length=8)
+
+
+def planned(values: dict[str, Any], strategy: Any, sizes: ModelFacts | None, **sections: Any) -> Plan:
+    data = {"train": [{"kind": "file", "path": "x.jsonl"}], "max_length": 8}
+    config = Config.model_validate({"model": {"config": values}, "data": data, "strategy": strategy, **sections})
+    return resolve(config, run_dir="", machine=MACHINE, world_size=4, facts=sizes, model_path=None, data=None)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"kind": "tp", "degree": 2},
+        {"kind": "ddp", "tp": 2},
+        {"kind": "fsdp2", "tp": 2},
+        {"kind": "ddp", "tp": 2, "cp": 2},
+        {"kind": "ddp", "tp": 2, "pp": 2},
+    ],
+)
+def test_the_stream_is_cut_with_tensor_parallelism(strategy: dict[str, Any]) -> None:
+    values = {**LLAMA, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    plan = planned(values, strategy, sizes_of(values))
+    assert plan.stream_parts == 2
+    assert any(line.startswith("sequence_parallel on") for line in plan.why)
+    whole = planned(values, {**strategy, "sequence_parallel": False}, sizes_of(values))
+    assert whole.stream_parts == 1
+    assert not any("sequence_parallel" in line for line in whole.why)
+    assert refused(plan.config, whole.config, ()) == ("", [])  # a run may go on under the other
+
+
+def test_the_stream_stays_whole_on_fewer_ranks() -> None:
+    """A run of `tp` on all ranks that goes on with one is no run with a key that cannot be."""
+    plan = planned(LLAMA, {"kind": "tp", "degree": 1}, sizes_of(LLAMA))
+    assert plan.stream_parts == 1
+    assert not any("sequence_parallel" in line for line in plan.why)
+
+
+@pytest.mark.parametrize(
+    ("values", "sections", "says"),
+    [
+        (NOT_PROVEN, {}, "not proven for models of type doge"),
+        ({**MIXTRAL, "output_router_logits": True}, {}, "all tokens of a document"),
+        (GPT2, {}, "drop the same places"),
+        ({"model_type": "deepseek_v3", "num_hidden_layers": 1, "vocab_size": 64}, {}, "Linear of its blocks"),
+        (WHOLE_INPUTS, {"adapter": "lora"}, "whole would give all tokens"),
+    ],
+)
+def test_the_stream_stays_whole_for_a_reason(values: dict[str, Any], sections: dict[str, Any], says: str) -> None:
+    plan = planned(values, {"kind": "tp", "degree": 2}, sizes_of(values), **sections)
+    assert plan.stream_parts == 1
+    (line,) = (line for line in plan.why if "sequence_parallel" in line)
+    assert line.startswith("sequence_parallel off: ") and says in line
+
+
+def test_the_stream_of_one_model_keeps_those_of_all_whole() -> None:
+    sizes = replace(sizes_of(LLAMA), roles={"reward": sizes_of(GPT2)})
+    plan = planned(LLAMA, {"kind": "tp", "degree": 2}, replace(sizes, roles={}))
+    assert plan.stream_parts == 2
+    assert reason_for_whole_stream(plan.config, sizes).startswith("reward: ")
+    assert "not known" in reason_for_whole_stream(plan.config, None)
+    with_images = replace(sizes_of(LLAMA), vision_language=True)
+    assert "images" in reason_for_whole_stream(plan.config, with_images)
+
+
+def test_the_stream_stays_whole_beside_ring_attention() -> None:
+    ulysses = {"kind": "ddp", "tp": 2, "cp": 2}
+    config = planned({**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 4}, ulysses, None).config
+    assert not reason_for_whole_stream(config, sizes_of(LLAMA))
+    ring = config.strategy.model_copy(update={"cp_method": "ring"})
+    config = config.model_copy(update={"strategy": ring})
+    assert "ring" in reason_for_whole_stream(config, sizes_of(LLAMA))
+
+
+def test_a_plan_of_an_older_version_has_what_its_config_says() -> None:
+    for is_cut, parts in ((True, 2), (False, 1)):
+        strategy = {"kind": "tp", "degree": 2, "sequence_parallel": is_cut}
+        written = planned(LLAMA, strategy, sizes_of(LLAMA)).model_dump(mode="json")
+        del written["stream_parts"]
+        assert Plan.of(written).stream_parts == parts

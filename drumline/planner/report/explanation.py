@@ -5,13 +5,13 @@ from __future__ import annotations
 from drumline.core.attention import choice_of
 from drumline.core.cost import entry_bytes, low_moments
 from drumline.core.explain import checkpointing, count
-from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
 from drumline.core.registry import nearest
 from drumline.errors import UserError
 from drumline.planner.report.output import needs_gb
 from drumline.planner.report.table import CATEGORIES, SECONDS, gradients_at_peak
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number, ranged
+from drumline.planner.search.stream import describe_stream
 
 Line = tuple[str, str, str]  # what, how much, where it comes from
 MASTER = 4  # bytes of the fp32 copy that DeepSpeed keeps of each weight where it computes in 16 bits
@@ -77,7 +77,7 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
         if phase != "rollout" or found.layout.config.algorithm.rollout is not None or found.layout.config.eval.generates
     ]
     parts = [
-        ("What runs", _runs(found, question.facts)),
+        ("What runs", _runs(found, question)),
         (f"Memory of the fullest device, GB, at its peak in {estimate.memory.phase}", _memory(question, found)),
         ("The same, phase by phase, GB", phases),
         ("Memory of a host, GB", [(part, f"{getattr(estimate.host, part) / GB:.1f}", f"{text} {of}") for part, text in HOST.items()]),
@@ -93,8 +93,8 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
     return "\n".join(lines)
 
 
-def _runs(found: Candidate, facts: ModelFacts) -> list[Line]:
-    layout, mesh = found.layout, found.layout.mesh
+def _runs(found: Candidate, question: Question) -> list[Line]:
+    layout, mesh, facts = found.layout, found.layout.mesh, question.facts
     ranks = " × ".join(f"{name} {size}" for name, size in mesh.model_dump().items())
     tokens = f"{layout.tokens_per_step:,.0f} a step: rows are {layout.tokens_per_row:,.0f} tokens on average, {layout.length:,} at most"
     rows = [
@@ -106,6 +106,9 @@ def _runs(found: Candidate, facts: ModelFacts) -> list[Line]:
         ("compile", "each block" if layout.config.compile.enabled else "nothing"),
         *([] if layout.config.images_alone else [("attention", choice_of(layout, facts).line)]),
     ]
+    if mesh.tp > 1:
+        stream = describe_stream(layout, facts, question.cluster)
+        rows.append(("sequence parallel", stream))
     if layout.pipeline is not None:
         blocks = ", ".join(f"{a}–{b - 1}" for a, b in layout.pipeline.layers)
         rows.append(("stages", f"{layout.pipeline.schedule}; blocks {blocks}"))

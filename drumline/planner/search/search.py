@@ -26,7 +26,6 @@ from drumline.core.resolve import deepspeed_of, device_of, lay_out, precision_of
 from drumline.core.rule import Case
 from drumline.core.stages import in_flight
 from drumline.core.strategy import Space, StrategySpec
-from drumline.core.stream import whole_stream
 from drumline.errors import PlanError
 from drumline.hardware import catalog
 from drumline.hardware.cluster import Cluster
@@ -61,13 +60,11 @@ def search_space(question: Question) -> Iterator[StrategySpec]:
     """All strategies that the question leaves open, each once by name. Those of the kind of the config's strategy keep what it sets;
     strategies that need to be named (dp, local_sgd, diloco, tp, cp, pp, model_parallel) are there where it names them."""
     given, cluster, seen = question.config.strategy, question.cluster, set[str]()
-    stream = next(whole_stream(question.config, question.facts), None) is None
     space = Space(
         cluster.nodes,
         cluster.per_node,
         question.facts.layers,
         question.nvme or getattr(given, "nvme", None),
-        stream,
         question.facts.experts,
     )
     for strategy in chain(given.variants(), *(spec.candidates(space) for spec in kinds(StrategySpec).values())):
