@@ -33,7 +33,7 @@ from drumline.vendor.torch import all_to_all_single_autograd
 
 NUMBERS = itertools.count()
 # Tokens of a rank's part in the trial, which is in fp32. In a ring it has two chunks.
-TRIED, TRIED_IN_RING = 8, 2 * RING_CHUNK
+TRIAL_TOKENS, TRIAL_TOKENS_OF_RING = 8, 2 * RING_CHUNK
 Function = Callable[..., Any]
 
 
@@ -63,8 +63,8 @@ def apply_context_parallel(
     AttentionInterface.register(name, _where_cut(part, AttentionInterface()[before], attention))
     AttentionMaskInterface.register(name, _where_cut(part, AttentionMaskInterface()[before], mask))
     model.set_attn_implementation(name)
-    tried = TRIED_IN_RING if method == "ring" else TRIED
-    if not _same_in_parts(model, mesh.device_type, part, packing, tried):
+    tokens = TRIAL_TOKENS_OF_RING if method == "ring" else TRIAL_TOKENS
+    if not _same_in_parts(model, mesh.device_type, part, packing, tokens):
         model.set_attn_implementation(before)
         raise NO_PARTS.error(refused + "cut in parts it does not compute what it computes whole")
     module.sequence = part
@@ -163,13 +163,13 @@ def _torch_ring(mesh: DeviceMesh) -> Iterator[None]:
         yield
 
 
-def _same_in_parts(model: Any, device: str, part: SequencePart, packing: bool, tried: int) -> bool:
+def _same_in_parts(model: Any, device: str, part: SequencePart, packing: bool, tokens: int) -> bool:
     """Whether the model's hidden states come out the same in parts as whole, tried on so many tokens a rank (two documents, where
     rows are packs). State-space and other recurrent layers mix tokens without attention, and no flag of a class shows it."""
 
     def trial(small: Any, ids_BT: Tensor) -> bool:
         trunk = small.get_decoder() or small
-        ids_BT = ids_BT.repeat(1, part.parts * tried // ids_BT.shape[1])
+        ids_BT = ids_BT.repeat(1, part.parts * tokens // ids_BT.shape[1])
         length = ids_BT.shape[1]
         positions_BT = torch.arange(length, device=ids_BT.device)[None]
         if packing:
