@@ -23,7 +23,7 @@ SECONDS = 41.0
 def main() -> None:
     ranks = start("cuda", "nccl", SECONDS)
     whole = device_mesh(Mesh(pp=2), "cuda")
-    groups = {name: whole[name].get_group() for name in DIMENSIONS}
+    groups: dict[str, dist.ProcessGroup] = {name: whole[name].get_group() for name in DIMENSIONS}
     groups["gradients"] = gradient_group(whole)
     seconds = {}
     for name, group in groups.items():

@@ -64,8 +64,11 @@ def apply_fsdp2(
     shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     units = blocks(model) if options.wrap is None else [m for m in model.modules() if type(m).__name__ in options.wrap]
     embedding, head = _ends(model) if ends_apart else ([], [])
+    units = [unit for unit in units if unit not in (*embedding, *head)]  # which `wrap` may name, too
     alone = _without_shared([*embedding, *units, *head], module)
-    embedding, units, head = ([unit for unit in each if unit in alone] for each in (embedding, units, head))
+    embedding = [unit for unit in embedding if unit in alone]
+    units = [unit for unit in units if unit in alone]
+    head = [unit for unit in head if unit in alone]
     for unit in (*alone, module):
         # Before `fully_shard`, whose own hook then finds tensors that are no views.
         unit.register_forward_hook(_return_no_views, with_kwargs=True)
@@ -92,7 +95,7 @@ def apply_fsdp2(
     return root
 
 
-def _ends(model: nn.Module) -> tuple[list[nn.Module], list[nn.Linear]]:
+def _ends(model: nn.Module) -> tuple[list[nn.Embedding], list[nn.Linear]]:
     """Return the embedding and the head of a Hugging Face model, each in a list; an empty one if an adapter wraps it."""
     embedding, head = vocabulary(model)
     embeddings = [embedding] if isinstance(embedding, nn.Embedding) else []
