@@ -126,17 +126,16 @@ def show_adapted(adapted: Sequence[Adapted], console: Console, tokens: float | N
         columns[NEEDS] = list(short)
     console.print(_table(columns, styles={"": "bold"}))
     if len(best) > 1:
-        console.print(f"Rows at once: {_at_once(best)}", style="dim", markup=False)
+        console.print(f"Rows at once (checkpointing): {_at_once(best)}", style="dim", markup=False)
     console.print()
 
 
 def _at_once(best: Sequence[tuple[Adapted, Candidate]]) -> str:
-    """Return the micro-batch and checkpointing of each, which explain its memory: `full 1, LoRA 16; full checkpointing`."""
-    kinds = [checkpointing(candidate.layout).replace("none", "no") for _, candidate in best]
-    rows = [f"{adapted.name} {candidate.layout.batch.micro_batch}" for adapted, candidate in best]
-    if len(set(kinds)) == 1:
-        return f"{', '.join(rows)}; {kinds[0]} checkpointing"
-    return ", ".join(f"{row} ({kind} checkpointing)" for row, kind in zip(rows, kinds, strict=True))
+    """Return the micro-batch and checkpointing of each, which explain its memory: `full 1 (full), LoRA 16 (none)`."""
+    each = []
+    for adapted, chosen in best:
+        each.append(f"{adapted.name} {chosen.layout.batch.micro_batch} ({checkpointing(chosen.layout)})")
+    return ", ".join(each)
 
 
 def show_ranges(candidates: Sequence[Candidate], console: Console) -> None:
