@@ -44,7 +44,9 @@ class SequencePart:
     def cut(self, whole_BT: torch.Tensor) -> torch.Tensor:
         """This rank's [B, t, …] of [B, T, …]."""
         number = sum(map(len, self.stretches))
-        return whole_BT.unflatten(1, (number, -1))[:, self.stretches[self.index]].flatten(1, 2)
+        # Not by a list of places: torch would copy it to the device, and the host would wait.
+        stretches = whole_BT.unflatten(1, (number, -1)).unbind(1)
+        return torch.cat([stretches[place] for place in self.stretches[self.index]], 1)
 
     def gather(self, part_Bt: torch.Tensor) -> torch.Tensor:
         """[B, T] on every rank from each rank's [B, t]. Each rank gets the gradient of its own part (see `_Total`). Collective."""
@@ -57,8 +59,8 @@ class SequencePart:
         all_NBt = part_Bt.new_empty((self.parts, *part_Bt.shape))
         dist.all_gather(list(all_NBt.unbind()), part_Bt.contiguous(), group=self.group)
         order = [stretch for of_rank in self.stretches for stretch in of_rank]
-        stretches = all_NBt.transpose(0, 1).flatten(1).unflatten(1, (len(order), -1))
-        return stretches[:, [order.index(i) for i in range(len(order))]].flatten(1, 2)
+        stretches = all_NBt.transpose(0, 1).flatten(1).unflatten(1, (len(order), -1)).unbind(1)
+        return torch.cat([stretches[order.index(place)] for place in range(len(order))], 1)
 
     def total(self, part_sum: torch.Tensor) -> torch.Tensor:
         """Σ over the parts, the same on every rank; its gradient goes only into this rank's summand. Collective."""

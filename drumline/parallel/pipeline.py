@@ -70,12 +70,16 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
 
 
 class StageWithObjective(Stage):
-    """What a schedule runs: a stage over the micro-batches of the step in hand, by number; the last stage ends in the loss, float32[1]."""
+    """A stage as a schedule runs it; the last one ends in the loss, float32[1].
+
+    Every schedule runs a stage's micro-batches in their order, so the stage takes them in turn. A number from the schedule
+    would have to be a tensor, which FSDP2 copies to the device, and the host would wait to read it.
+    """
 
     def __init__(self, *parts: Any) -> None:
         """`parts`: as of Stage."""
         super().__init__(*parts)
-        self.micro_batches: list[Any] = []
+        self.micro_batches: Iterator[Any] = iter(())
         self.objective: Any = None
         self.scale: float | torch.Tensor | None = None
         self.autocast: Any = contextlib.nullcontext
@@ -84,10 +88,10 @@ class StageWithObjective(Stage):
 
     def begin(self, micro_batches: list[Any], objective: Any, scale: float | torch.Tensor | None) -> None:
         """`scale`: what the loss is multiplied by before backward; None without gradients."""
-        self.micro_batches, self.objective, self.scale = micro_batches, objective, scale
+        self.micro_batches, self.objective, self.scale = iter(micro_batches), objective, scale
 
-    def forward(self, received: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor:
-        batch = self.micro_batches[int(index)]
+    def forward(self, received: torch.Tensor | None = None) -> torch.Tensor:
+        batch = next(self.micro_batches)
         with self.autocast():
             out = self.run(batch, None if self.is_first else received)
             if isinstance(out, torch.Tensor):
@@ -187,13 +191,13 @@ class ForwardPipeline(PartOfPipeline):
         with self.evaluating():
             for stage in self.stages:
                 stage.begin(batches, objective, None)
-            for index, batch in enumerate(batches):
+            for batch in batches:
                 for stage in self.stages:
                     received = None
                     if not stage.is_first:
                         received = torch.empty(*batch.input_ids_BT.shape, self.cuts.width, dtype=self.dtype, device=self.place)
                         dist.recv(received, group=self.group, group_src=(self.rank - 1) % self.ranks)
-                    out = stage(received, torch.tensor(index))
+                    out = stage(received)
                     if not stage.is_last:
                         sends.append((dist.isend(out, group=self.group, group_dst=(self.rank + 1) % self.ranks), out))
             for work, _ in sends:
@@ -316,9 +320,9 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
                 batches = micro_batches[start : start + self.at_once]
                 for stage in self.stages:
                     stage.begin(batches, objective, scale)
-                numbers = torch.arange(len(batches))
+                unused = torch.arange(len(batches))  # a target for each, which schedules ask for
                 ids = [torch.cat([b.input_ids_BT for b in batches])] if self.rank == 0 else []
-                self.schedule.step(*ids, target=numbers, index=numbers)
+                self.schedule.step(*ids, target=unused)
         self._add_up_shared()
         return self._last_sums()
 

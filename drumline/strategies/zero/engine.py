@@ -223,7 +223,7 @@ class DeepSpeedEngine(ForwardEngine):
             norm = combine_grad_norm_groups(self.norms) if isinstance(self.norms, list) else self.norms
         value = float(norm) / (self.divisor * (float(self.zero.loss_scale) if self.rescales() else 1.0))
         self.own_norm = value if value >= 0 else float("inf")  # DeepSpeed gives a negative one for inf and NaN
-        return torch.tensor(self.own_norm, dtype=torch.float64, device=self.engine.device)
+        return torch.full((), self.own_norm, dtype=torch.float64, device=self.engine.device)
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         """DeepSpeed decides on the host what a step does, so both scalars are read at once."""
