@@ -195,9 +195,10 @@ def _stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float) ->
     ranks, rounds, recomputed, of = layout.mesh.tp, layout.batch.accumulation, layout.activation_checkpointing != "none", regions(facts)
     low, kind = WIDTH[layout.precision], kind_of(layout)
     wide, stages = (2 if kind == "low" else 4) * facts.hidden, layout.mesh.pp * (layout.pipeline.stages_per_rank if layout.pipeline else 1)
-    trains = any(weight.trainable for weight in facts.end_weights if weight.place in ("before", "both"))
+    # Recomputation begins at a block's input, which gets a gradient whether or not anything before it learns.
+    trains = recomputed or any(weight.trainable for weight in facts.end_weights if weight.place in ("before", "both"))
     gathers = of["enter"] * (1 + recomputed) + of["kept"] * (not recomputed) + of["rows"] * (1 + recomputed) + of["outputs"]
-    reduces = of["enter"] - of["stopped"] + of["outputs"] + of["again"] * recomputed + of["rows"]
+    reduces = of["enter"] - of["stopped"] * (not recomputed) + of["outputs"] + of["again"] * recomputed + of["rows"]
     calls = rounds * 2 * of["enter"] / max(1, facts.hidden)
     cuts = stages + (stages - 1 + trains)  # what stages hand on, and gradients of what they are given
     volume.add("all_gather", tokens / ranks * (low * gathers + wide * cuts), ranks, "tp", calls)
