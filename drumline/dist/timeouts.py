@@ -46,8 +46,8 @@ def set_timeout(seconds: float) -> None:
 def share_timeout() -> None:
     """Give the limit to all groups of this rank, but for those that have their own (`GROUPS_APART`).
 
-    Of a group that torch splits off another one NCCL alone has it: the half for tensors on the host
-    comes with gloo's own.
+    Needed behind every split as well: torch passes the limit to the NCCL half of the new group alone.
+    Its gloo half, for tensors on the host, begins with gloo's default.
     """
     if _seconds is None or not dist.is_initialized():
         return

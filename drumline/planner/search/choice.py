@@ -13,8 +13,8 @@ from drumline.planner.search.advice import Adapted, without_offload
 from drumline.planner.search.answer import Answer, Candidate, Question, Refused, gb, is_offloaded, number
 from drumline.planner.search.search import look_at
 
-# An adapter saves at most a third of the arithmetic (no gradients of the weights that it leaves alone), which is 1.5 × the speed. Where it
-# is more than twice that ahead, the other plan waits for memory.
+# An adapter skips at most a third of the arithmetic (no gradients of the weights that it leaves alone), so it is at most 1.5 × as fast for
+# that reason. More than twice that means that the other plan waits for memory.
 SLOW = 3.0
 # A doubled global batch is advised if it gains at least a quarter: then fixed costs take 40% of a step or more.
 WORTH_DOUBLING = 1.25
@@ -24,7 +24,7 @@ FLAGS = {"full": "--adapter none", "LoRA": "--adapter lora", "QLoRA": "--adapter
 
 
 def choose_adapter(adapted: Sequence[Adapted]) -> Adapted | None:
-    """The first of full, LoRA and QLoRA that no later one is more than SLOW times as fast as; None where none of them fits."""
+    """Return the first of full, LoRA and QLoRA, unless a later one is more than SLOW times as fast; None if none of them fits."""
     fitting = [each for each in adapted if each.answer.ranked]
     for place, each in enumerate(fitting):
         limit = SLOW * _speed(each)
@@ -35,7 +35,7 @@ def choose_adapter(adapted: Sequence[Adapted]) -> Adapted | None:
 
 @dataclass(frozen=True)
 class LargerBatch:
-    """The first plan with a larger global batch. `samples` of a step; `times`: the best adapter's speed by its own."""
+    """The first plan with a larger global batch. `samples`: of a step; `times`: how many times as fast the adapter is with it."""
 
     samples: int
     found: Candidate
@@ -49,14 +49,18 @@ def why_adapter(adapted: Sequence[Adapted], choice: Adapted) -> str:
         return f"Training all weights fits on no layout of these devices: {choice.name} is the choice."
     larger = _larger_batch(full.answer, choice)
     times = _times(full.answer, choice, larger)
-    sentence = f"Training all weights is slow: {choice.name} is {times}, and the choice."
+    sentence = f"Training all weights is slow: {choice.name} is {times}. It is the choice."
     return " ".join([sentence, *_reasons(full.answer)])
 
 
 def slow_lines(answer: Answer, adapted: Sequence[Adapted], tokens: float | None = None) -> list[str]:
-    """Why the first plan is slow, and what to do instead, one line each; empty where no other adapter is more than SLOW times as fast.
-    `tokens`: of the whole run."""
+    """Return why row 1 is slow and what to do instead, one line each; an empty list unless an adapter is more than SLOW times as fast.
+
+    `tokens`: of the whole run; None: those of row 1's steps, if their number is known.
+    """
     first = answer.ranked[0]
+    if tokens is None and first.layout.steps is not None:
+        tokens = first.layout.steps * first.layout.tokens_per_step
     ahead = [each for each in adapted if each.answer.ranked and _speed(each) > SLOW * _speed_of(first)]
     if not ahead:
         return []
@@ -80,9 +84,10 @@ def slow_lines(answer: Answer, adapted: Sequence[Adapted], tokens: float | None 
 
 
 def _larger_batch(answer: Answer, other: Adapted) -> LargerBatch | None:
-    """Return the first plan's strategy with a batch that pays for what each step costs; None if none is faster.
+    """Return the first plan at a larger global batch, doubled while each doubling gains a quarter, up to MOST_TOKENS_A_STEP.
 
-    `other`: the adapter that it is compared with, at the same batch.
+    None if the first doubling gains less, or if the user has set micro-batch or accumulation. `other`: the adapter that it is
+    compared with, at the same batch.
     """
     first = answer.ranked[0]
     batch = answer.question.config.batch
@@ -150,7 +155,7 @@ def _reasons(answer: Answer) -> list[str]:
     too_large = [refused for refused in answer.refused if _is_too_large(refused)]
     bests = [refused.best for refused in too_large if refused.best is not None]
     if fits_on_devices or not bests:
-        return [f"{first.name} waits for copies from the devices, and for updates outside of them."]
+        return [f"{first.name} waits for copies to and from the devices, and for the optimizer outside of them."]
     nearest = min(bests, key=lambda best: best.estimate.memory.reserved)
     needs, limit = gb(nearest.estimate.memory.reserved), gb(nearest.estimate.limit)
     return [
