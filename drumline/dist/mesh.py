@@ -43,8 +43,7 @@ def data_mesh(whole: DeviceMesh) -> DeviceMesh:
     """
     names = ["shard", *(name for name in ("ep", "cp") if whole[name].size() > 1)]
     if len(names) > 1:
-        shard = whole[tuple(names)]._flatten("_".join(names))
-        share_timeout()
+        shard = _flattened(whole[tuple(names)], "_".join(names))
     else:
         shard = whole["shard"]
     if whole["replicate"].size() == 1:
@@ -64,6 +63,11 @@ def first_row(rows: int, over: DeviceMesh) -> int:
 
 def gradient_group(whole: DeviceMesh) -> dist.ProcessGroup:
     """The ranks that hold the same weights and see different tokens: replicate × shard × ep × cp. Collective."""
-    group = whole["replicate", "shard", "ep", "cp"]._flatten("gradients").get_group()
+    return _flattened(whole["replicate", "shard", "ep", "cp"], "gradients").get_group()
+
+
+def _flattened(part: DeviceMesh, name: str) -> DeviceMesh:
+    """Return some dimensions of a mesh as one, over a new group that has the run's limit of seconds. Collective."""
+    flat = part._flatten(name)
     share_timeout()
-    return group
+    return flat

@@ -21,10 +21,11 @@ def begin_timeouts(seconds: float | None) -> timedelta:
     `seconds`: the user's own, which stays; None: it may follow what the ranks do (`set_timeout`).
     """
     global _is_fixed
+    limit = LONG_SECONDS if seconds is None else seconds
     _is_fixed = False
-    set_timeout(LONG_SECONDS if seconds is None else seconds)
+    set_timeout(limit)
     _is_fixed = seconds is not None
-    return timedelta(seconds=LONG_SECONDS if seconds is None else seconds)
+    return timedelta(seconds=limit)
 
 
 def set_timeout(seconds: float) -> None:

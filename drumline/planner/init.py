@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from drumline.core.algorithm import AlgorithmSpec
-from drumline.core.config import BatchConfig, Config
+from drumline.core.config import Config
 from drumline.core.data import DigitsSource, FileSource, SavedSource, SourceSpec
 from drumline.core.load import Loaded, load_text, schema
 from drumline.core.registry import kinds_alone
@@ -120,8 +120,7 @@ def _with_batch(question: Question) -> Question:
     if question.config.batch.model_fields_set:
         return question
     by = math.lcm(question.cluster.world_size, question.config.algorithm.samples_in_turn)
-    batch = BatchConfig(global_samples=-(-BATCH // by) * by)
-    return replace(question, config=question.config.model_copy(update={"batch": batch}))
+    return question.with_values("batch", global_samples=-(-BATCH // by) * by)
 
 
 def _with_adapters(prepared: Prepared) -> tuple[Adapted, ...]:

@@ -47,7 +47,8 @@ def main(arguments: list[str] | None = None, work: Callable[[Plan, str | None], 
         plan = Plan.load(options.plan)
         if plan.device == "cpu":
             hide_gpus()
-        expandable_segments()  # of other hosts, which inherit nothing from the launcher
+        else:
+            expandable_segments()  # ranks of other hosts inherit nothing from the launcher
         (work or run)(plan, options.resume)
 
 

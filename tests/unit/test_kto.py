@@ -22,6 +22,7 @@ from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.batch import resolve_batch
 from drumline.core.config import Config
 from drumline.core.data import JUDGED_FORMS, DataConfig, FileSource
+from drumline.core.plan import DataPlan
 from drumline.data.batches import First
 from drumline.data.cache import TokenCache
 from drumline.data.encode import JudgedRows
@@ -305,17 +306,22 @@ def test_pairs_by_mapped_columns_and_without_a_prompt(tmp_path: Path) -> None:
     assert text.decode(encoded.segments[0].tokens[:-1]) == "one two a"
 
 
+def prepared(folder: Path, held_out: int) -> DataPlan:
+    """The rows of `folder`, some of them held out."""
+    tokenizer().save_pretrained(folder / "tokenizer")
+    sections = {"train": "rows.jsonl", "max_length": 64, "holdout": held_out, "cache_dir": str(folder)}
+    config = Config.model_validate(
+        {"model": {"id": "m"}, "algorithm": "kto", "data": sections, "optimizer": {"lr": 1e-3}}
+    )
+    return prepare(config, str(folder / "tokenizer"), folder)
+
+
 @pytest.mark.parametrize("held_out", [2, 3, 1])
 def test_both_answers_of_a_pair_are_held_out(tmp_path: Path, held_out: int) -> None:
     """A prompt is either trained on or held out; at least one prompt is."""
     pairs = [{"prompt": f"{n} + 1", "chosen": str(n + 1), "rejected": "no"} for n in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    tokenizer().save_pretrained(tmp_path / "tokenizer")
-    sections = {"train": "rows.jsonl", "max_length": 64, "holdout": held_out, "cache_dir": str(tmp_path)}
-    config = Config.model_validate(
-        {"model": {"id": "m"}, "algorithm": "kto", "data": sections, "optimizer": {"lr": 1e-3}}
-    )
-    made = prepare(config, str(tmp_path / "tokenizer"), tmp_path)
+    made = prepared(tmp_path, held_out)
     prompts = []
     for folder in (made.train_cache, made.eval_caches[""]):
         cache = TokenCache.open(Path(folder))
@@ -329,10 +335,5 @@ def test_both_answers_of_a_pair_are_held_out(tmp_path: Path, held_out: int) -> N
 def test_answers_to_one_prompt_alone_cannot_be_held_out(tmp_path: Path) -> None:
     rows = [{"prompt": "1 + 1", "completion": str(n), "label": n == 2} for n in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer().save_pretrained(tmp_path / "tokenizer")
-    sections = {"train": "rows.jsonl", "max_length": 64, "holdout": 2, "cache_dir": str(tmp_path)}
-    config = Config.model_validate(
-        {"model": {"id": "m"}, "algorithm": "kto", "data": sections, "optimizer": {"lr": 1e-3}}
-    )
     with pytest.raises(DataError, match="all 6 rows are answers to held-out prompts"):
-        prepare(config, str(tmp_path / "tokenizer"), tmp_path)
+        prepared(tmp_path, 2)

@@ -327,7 +327,7 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
     in_memory = copies * kept * min(world, 2 * ranks) // world  # /dev/shm has this host's part, and the one of its neighbour
     block = FULL * largest_block(facts, stage_of(layout, facts, 0)).entries * (packed_bits(layout.config) > 0)  # read whole, to be packed
     moved = offloaded(layout, facts) if layout.device == "cuda" else 0
-    exported = FULL * (facts.trainable if layout.config.checkpoint.export_adapter else facts.parameters)
+    exported = FULL * facts.trainable if layout.config.checkpoint.export_adapter else weights
     return HostMemory(
         load=ranks * (own.load + block + PROCESS) + min(WINDOW, weights) + in_memory // 2,
         train=ranks * ((peak if layout.device == "cpu" else own.between) + PROCESS + moved) + in_memory,

@@ -144,22 +144,19 @@ def _proposals(question: Question) -> Iterator[tuple[str, Question]]:
     """(change as keys of the YAML, the question after it), in the order of `nothing_fits`."""
     config, cluster = question.config, question.cluster
 
-    def set_in(section: str, **values: object) -> Question:
-        return replace(question, config=config.model_copy(update={section: getattr(config, section).model_copy(update=values)}))
-
     if "activation_checkpointing" in config.memory.model_fields_set and config.memory.activation_checkpointing != "full":
-        yield "memory.activation_checkpointing=full", set_in("memory", activation_checkpointing="full")
+        yield "memory.activation_checkpointing=full", question.with_values("memory", activation_checkpointing="full")
     if not config.memory.activation_offload and cluster.device.kind == "cuda":
         least = {"activation_checkpointing": "full", "activation_offload": True, "mlp_chunk": MLP_CHUNK}
-        yield f"memory={flow(least)}", set_in("memory", **least)
+        yield f"memory={flow(least)}", question.with_values("memory", **least)
     if config.batch.global_samples is not None and (over := config.batch.global_samples % cluster.world_size):
         samples = config.batch.global_samples - over + cluster.world_size
-        yield f"batch.global_samples={samples}", set_in("batch", global_samples=samples)
+        yield f"batch.global_samples={samples}", question.with_values("batch", global_samples=samples)
     if (config.batch.micro_batch or 1) > 1 or config.batch.accumulation is not None:
-        yield "batch.micro_batch=1", set_in("batch", micro_batch=1, accumulation=None)
+        yield "batch.micro_batch=1", question.with_values("batch", micro_batch=1, accumulation=None)
     chunk = type(config.algorithm).model_fields.get("loss_chunk")
     if chunk is not None and not getattr(config.algorithm, "loss_chunk", None):
-        yield f"algorithm.loss_chunk={chunk.default}", set_in("algorithm", loss_chunk=chunk.default)
+        yield f"algorithm.loss_chunk={chunk.default}", question.with_values("algorithm", loss_chunk=chunk.default)
     if question.nvme is None and question.deepspeed:
         yield "strategy={kind: auto, nvme: FOLDER}", replace(question, nvme=DISK)
     if (host := _with_host_memory(question)) is not None:
@@ -233,8 +230,8 @@ def under_adapters(question: Question) -> dict[str, Question]:
         facts = replace(facts, roles={name: sizes for name, sizes in facts.roles.items() if name in roles})
         question = replace(question, facts=facts, roles={name: role for name, role in question.roles.items() if name in roles})
     kinds = {"LoRA": "none", "QLoRA": "4bit"} if question.cluster.device.kind == "cuda" else {"LoRA": "none"}
-    each = {name: adapter.model_copy(update={"quantize": quantize}) for name, quantize in kinds.items()}
-    return {name: replace(question, config=question.config.model_copy(update={"adapter": made})) for name, made in each.items()}
+    question = replace(question, config=question.config.model_copy(update={"adapter": adapter}))
+    return {name: question.with_values("adapter", quantize=quantize) for name, quantize in kinds.items()}
 
 
 def _of_length(question: Question, tokens: int) -> Question:

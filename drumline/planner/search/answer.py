@@ -45,6 +45,11 @@ class Question:
     nvme: str | None = None
     correction: Factors | None = None
 
+    def with_values(self, section: str, **values: object) -> Question:
+        """Return the question with these values in a section of its config."""
+        changed = getattr(self.config, section).model_copy(update=values)
+        return replace(self, config=self.config.model_copy(update={section: changed}))
+
 
 @dataclass(frozen=True)
 class Candidate:

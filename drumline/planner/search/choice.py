@@ -6,11 +6,11 @@ Instead means a larger global batch, an adapter, more devices, or fewer tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from drumline.core.explain import count
 from drumline.planner.search.advice import Adapted, without_offload
-from drumline.planner.search.answer import Answer, Candidate, Question, Refused, gb, is_offloaded, number
+from drumline.planner.search.answer import Answer, Candidate, Refused, gb, is_offloaded, number
 from drumline.planner.search.search import look_at
 
 # An adapter skips at most a third of the arithmetic (no gradients of the weights that it leaves alone), so it is at most 1.5 × as fast for
@@ -98,22 +98,18 @@ def _larger_batch(answer: Answer, other: Adapted) -> LargerBatch | None:
     samples = first.layout.batch.global_samples
     best = first
     while 2 * samples * tokens <= MOST_TOKENS_A_STEP:
-        doubled = look_at(_of_samples(answer.question, 2 * samples), first.layout.strategy)
+        question = answer.question.with_values("batch", global_tokens=None, global_samples=2 * samples)
+        doubled = look_at(question, first.layout.strategy)
         if isinstance(doubled, Refused) or _speed_of(doubled) < WORTH_DOUBLING * _speed_of(best):
             break
         best = doubled
         samples *= 2
     if best is first:
         return None
-    rival = look_at(_of_samples(other.answer.question, samples), other.answer.ranked[0].layout.strategy)
+    at_larger = other.answer.question.with_values("batch", global_tokens=None, global_samples=samples)
+    rival = look_at(at_larger, other.answer.ranked[0].layout.strategy)
     fastest = _speed(other) if isinstance(rival, Refused) else max(_speed(other), _speed_of(rival))
     return LargerBatch(samples, best, fastest / _speed_of(best))
-
-
-def _of_samples(question: Question, samples: int) -> Question:
-    """Return the question with a global batch of as many samples."""
-    batch = question.config.batch.model_copy(update={"global_tokens": None, "global_samples": samples})
-    return replace(question, config=question.config.model_copy(update={"batch": batch}))
 
 
 def _times(answer: Answer, other: Adapted, larger: LargerBatch | None) -> str:

@@ -11,12 +11,7 @@ from drumline.planner.search.answer import gb, number
 
 
 def describe_stream(layout: Layout, facts: ModelFacts, cluster: Cluster) -> str:
-    """Return whether sequence parallelism is on, with memory and seconds of both, or why it is off.
-
-    An empty text without tensor parallelism.
-    """
-    if layout.mesh.tp == 1:
-        return ""
+    """Return whether sequence parallelism is on beside tensor parallelism, with memory and seconds of both, or why it is off."""
     if layout.stream_parts == 1:
         if getattr(layout.strategy, "sequence_parallel", None) is False:
             return "off, as set"

@@ -29,10 +29,10 @@ def spread(
     options: FSDP2Strategy, plan: Plan, whole: DeviceMesh, model: nn.Module, roots: list[tuple[nn.Module, nn.Module]], values: Values
 ) -> Sharded:
     """`roots`: modules that run, each with the model in it. A model without weights is sharded first, then its parts are filled."""
-    dtype = gathered_in(plan, isinstance(roots[0][0], Plain))
+    is_own_module = isinstance(roots[0][0], Plain)
+    dtype = gathered_in(plan, is_own_module)
     experts = expert_mesh(whole) if plan.mesh.ep > 1 else None
     mesh = data_mesh(whole)
-    is_own_module = isinstance(roots[0][0], Plain)
     ends_apart = options.gathers_ends_apart(plan.mesh, is_own_module)
     first, *more_roots = [apply_fsdp2(root, inner, options, mesh, dtype, experts, ends_apart) for root, inner in roots]
     values.fill(model, offloaded=plan.offload == "cpu")
@@ -89,7 +89,7 @@ def apply_fsdp2(
     in_turn = [*embedding, *units, *head]
     for index, unit in enumerate(in_turn):
         assert isinstance(unit, FSDPModule)
-        before = [each for each in in_turn[:index] if each not in embedding]  # which is not gathered for backward
+        before = in_turn[len(embedding) : index]  # the embedding is not gathered for backward
         unit.set_modules_to_forward_prefetch(in_turn[index + 1 : index + 1 + ahead])  # type: ignore[arg-type]
         unit.set_modules_to_backward_prefetch(before[max(0, len(before) - behind) :][::-1])  # type: ignore[arg-type]
     return root
