@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from drumline.core import registry
 from tests.harness import ENV
 
 # What a test does in process may start processes, too: of rewards, which find `tests.harness:letters` by this alone. One thread, set
@@ -21,6 +23,15 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 LONG = ("tests/hosts/", "tests/slurm/", "tests/faults/", "tests/distributed/", "tests/configs/")
+
+
+@pytest.fixture(autouse=True)
+def own_kinds_end_with_their_test() -> Iterator[None]:
+    """What a test's config named as `path.py:Name` is no kind in the next test of the same process."""
+    known = {base: dict(kinds) for base, kinds in registry._own.items()}
+    yield
+    registry._own.clear()
+    registry._own.update(known)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
