@@ -177,7 +177,13 @@ def show(title: str, metrics: dict[str, Any]) -> None:
     table.add_column("metric")
     table.add_column("value", justify="right")
     for name, value in metrics.items():
-        table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
+        if value is None:  # a mean over nothing, or no finite number
+            shown = "no number"
+        elif isinstance(value, float):
+            shown = f"{value:.4f}"
+        else:
+            shown = str(value)
+        table.add_row(name, shown)
     console = Console()
     console.print(title, style="bold", highlight=False, soft_wrap=True)
     console.print(table)

@@ -25,7 +25,7 @@ from drumline.planner.search.advice import Change, by_adapter, nothing_fits, ref
 from drumline.planner.search.answer import Answer, Candidate, Question, ranked_anew, require_here
 from drumline.planner.search.auto import heuristic_first
 from drumline.planner.search.search import search
-from drumline.report.bars import OnProgress, bars, line_if_slow
+from drumline.report.bars import COMPARING, LOOKING_FOR_HELP, OnProgress, bars, line_if_slow
 
 TRACED = 3  # of the best
 MOST_TOKENS = 1e18
@@ -78,7 +78,7 @@ def plan(options: Options) -> int:
         notes += network_assumed(question.config.cluster, max(hosts), question.cluster.inter.name)
     for note in notes:
         aside.print(f"note: {note}", soft_wrap=True, markup=False)
-    comparing = partial(line_if_slow, aside, "comparing plans")
+    comparing = partial(line_if_slow, aside, COMPARING)
     if options.most is not None:
         with comparing():
             table.report_most(question, options.most, console, options.top or LONG, options.as_json)
@@ -130,7 +130,7 @@ def _answer(answer: Answer, plain: Callable[[], Question], loaded: Loaded, optio
     """Show an answer as the options request it."""
     changes: tuple[Change, ...] = ()
     if not answer.ranked:
-        with line_if_slow(aside, "nothing fits; looking for what would help"):
+        with line_if_slow(aside, LOOKING_FOR_HELP):
             changes = nothing_fits(answer)
     answer, line = heuristic_first(answer)
     if options.figure is not None:

@@ -33,7 +33,7 @@ from drumline.planner.search.advice import STEP, Adapted, beside_adapters, nothi
 from drumline.planner.search.answer import Question
 from drumline.planner.search.choice import choose_adapter, slow_lines, why_adapter
 from drumline.planner.search.search import Answer, search
-from drumline.report.bars import OnProgress, bars
+from drumline.report.bars import COMPARING, LOOKING_FOR_HELP, OnProgress, bars, line_if_slow
 
 BATCH = 32  # samples, or the next multiple of the devices
 
@@ -123,11 +123,12 @@ def _with_batch(question: Question) -> Question:
     return question.with_values("batch", global_samples=-(-BATCH // by) * by)
 
 
-def _with_adapters(prepared: Prepared) -> tuple[Adapted, ...]:
+def _with_adapters(prepared: Prepared, console: Console) -> tuple[Adapted, ...]:
     """Training all weights, LoRA and QLoRA, where the question is of the first; else empty."""
     if prepared.question.config.adapter.kind != "none":
         return ()
-    return beside_adapters(search(prepared.question))
+    with line_if_slow(console, COMPARING):
+        return beside_adapters(search(prepared.question))
 
 
 def _show_choices(adapted: Sequence[Adapted], choice: Adapted, console: Console) -> None:
@@ -143,7 +144,7 @@ def _usual_adapter(answers: Answers, path: Path, console: Console) -> str:
         prepared = _prepare(_config(replace(answers, adapter="full"), path), path, lambda *_: None)
     except DrumlineError:
         return "full"
-    adapted = _with_adapters(prepared)
+    adapted = _with_adapters(prepared, console)
     choice = choose_adapter(adapted)
     if choice is None or choice.name == "full":
         return "full"
@@ -169,7 +170,7 @@ def _planned(answers: Answers, path: Path, console: Console, may_take_adapter: b
     """
     with bars(console) as on_progress:
         prepared = _prepare(_config(answers, path), path, on_progress)
-    adapted = _with_adapters(prepared)
+    adapted = _with_adapters(prepared, console)
     choice = choose_adapter(adapted)
     if may_take_adapter and choice is not None and choice.name != "full":
         _show_choices(adapted, choice, console)
@@ -179,9 +180,15 @@ def _planned(answers: Answers, path: Path, console: Console, may_take_adapter: b
         adapted = ()
     for note in prepared.notes:
         console.print(f"note: {note}", soft_wrap=True, markup=False)
-    answer = adapted[0].answer if adapted else search(prepared.question)
+    if adapted:
+        answer = adapted[0].answer
+    else:
+        with line_if_slow(console, COMPARING):
+            answer = search(prepared.question)
     if not answer.ranked:
-        raise refusal(answer, nothing_fits(answer))
+        with line_if_slow(console, LOOKING_FOR_HELP):
+            changes = nothing_fits(answer)
+        raise refusal(answer, changes)
     return Planned(answer, prepared.first_rows, adapted)
 
 

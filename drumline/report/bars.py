@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -14,6 +14,9 @@ from drumline.core.output import lossy, say
 from drumline.errors import printable
 
 OnProgress = Callable[[str, int, int | None], None]
+# Phases of planning that take long for large models on many devices.
+COMPARING = "comparing plans"
+LOOKING_FOR_HELP = "nothing fits; looking for what would help"
 
 
 @contextmanager
@@ -33,9 +36,9 @@ def notes(lines: Iterable[str]) -> None:
 
 
 @contextmanager
-def line_if_slow(console: Console, phase: str, seconds: float = 2.0) -> Iterator[None]:
-    """Print a line that work goes on if what is inside takes longer than some seconds."""
-    timer = threading.Timer(seconds, lambda: console.print(f"{phase} …", highlight=False))
+def told_if_slow(tell: Callable[[], None], seconds: float = 2.0) -> Iterator[None]:
+    """Call `tell` if what is inside takes longer than some seconds."""
+    timer = threading.Timer(seconds, tell)
     timer.daemon = True
     timer.start()
     try:
@@ -43,6 +46,13 @@ def line_if_slow(console: Console, phase: str, seconds: float = 2.0) -> Iterator
     finally:
         timer.cancel()
         timer.join()  # what is done next may fork
+
+
+def line_if_slow(
+    console: Console, phase: str, seconds: float = 2.0
+) -> AbstractContextManager[None]:
+    """Print a line that work goes on if what is inside takes longer than some seconds."""
+    return told_if_slow(lambda: console.print(f"{phase} …", highlight=False), seconds)
 
 
 @contextmanager

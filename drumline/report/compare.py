@@ -32,7 +32,7 @@ HELD_OUT = "held out: "  # begins the names of curves that few steps have
 LAST = 0.1  # part of the common steps whose mean a curve is judged by
 # Words in a curve's name that say which way is better. Those of UNKNOWN say that nothing does.
 LOWER, UNKNOWN = {"loss", "perplexity", "kl", "error", "failed"}, {"rejected", "std", "stderr", "coefficient"}
-HIGHER = {"accuracy", "exact", "reward", "tokens/s", "utilisation", "chosen", "margin", "f1", "ended"}
+HIGHER = {"accuracy", "exact", "reward", "tokens/s", "samples/s", "utilisation", "chosen", "margin", "f1", "ended"}
 
 
 @dataclass(frozen=True)

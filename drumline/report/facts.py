@@ -3,6 +3,7 @@ stranger's: what is not what it should be is left out, and counted."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -21,6 +22,7 @@ from drumline.telemetry.truth import Comparison
 
 # Of a step, in the order of the page; what an algorithm has besides comes after the losses.
 RATES = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "tokens/s", "mfu": "model FLOPs utilisation"}
+SAMPLES_PER_S = "samples/s"
 NOT_CURVES = {"tokens", "samples", "samples_per_s", "seconds", "data_s", "compute_s", "comm_s", "sent_bytes", "epoch", *RATES}
 NOT_SCORES = {"samples", "seconds"}
 ROLLOUT = {
@@ -30,7 +32,8 @@ ROLLOUT = {
     "sampler_gap": "sampler gap",
 }
 GROUPS_ALIKE = "share of groups whose rewards do not differ"
-ORDER = ("loss", "held out", "reward", *ROLLOUT.values(), GROUPS_ALIKE, "", *RATES.values())  # of curves; "": what an algorithm has besides
+# The order of curves; "" stands for what an algorithm has besides.
+ORDER = ("loss", "held out", "reward", *ROLLOUT.values(), GROUPS_ALIKE, "", *RATES.values(), SAMPLES_PER_S)
 APART = ("run.seed", "run.dir", "data.cache_dir")  # runs that differ in these alone are repetitions
 Points = list[tuple[int, float]]
 Trace = list[tuple[int, float | None]]  # None: no finite number
@@ -56,7 +59,7 @@ def named(event: dict[str, Any]) -> dict[str, float | None]:
     found = {key: number(value) for key, value in event.items() if key not in ("t", "step")}
     found = {key: value for key, value in found.items() if value is not None or event[key] in (None, "inf", "-inf")}
     if event["kind"] == "step":
-        return {RATES.get(key, key): value for key, value in found.items() if key in RATES or key not in NOT_CURVES}
+        return _step_curves(found)
     if event["kind"] == "eval":
         return {f"held out: {key}": value for key, value in found.items() if key not in NOT_SCORES}
     if event["kind"] == "rollout":
@@ -64,6 +67,23 @@ def named(event: dict[str, Any]) -> dict[str, float | None]:
             found.pop("sampler_gap", None)
         return _rollout_curves(found)
     return {}
+
+
+def speed_unit(step: Mapping[str, Any]) -> str:
+    """Return what a step's speed is counted in: of a module of one's own a sample may be all there is to count."""
+    tokens = step.get("tokens")
+    is_one_a_sample = tokens is not None and tokens == step.get("samples")
+    return SAMPLES_PER_S if is_one_a_sample else RATES["tokens_per_s"]
+
+
+def _step_curves(values: dict[str, float | None]) -> dict[str, float | None]:
+    """Return a step's numbers by the names of their curves."""
+    names = {**RATES, "tokens_per_s": speed_unit(values)}
+    curves = {}
+    for key, value in values.items():
+        if key in names or key not in NOT_CURVES:
+            curves[names.get(key, key)] = value
+    return curves
 
 
 def _rollout_curves(values: dict[str, float | None]) -> dict[str, float | None]:

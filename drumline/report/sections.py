@@ -11,7 +11,7 @@ from drumline.core.config import Config
 from drumline.core.explain import flow
 from drumline.core.section import Section
 from drumline.errors import DrumlineError
-from drumline.report.facts import RunFacts, Trace, differences, mapping, number, numbers
+from drumline.report.facts import RATES, SAMPLES_PER_S, RunFacts, Trace, differences, mapping, number, numbers
 from drumline.report.markup import Html, Keyed, facts, join, seconds_of, table, tag, text
 from drumline.telemetry.events import has_groups
 from drumline.telemetry.truth import Comparison
@@ -68,7 +68,7 @@ def _tile(item: tuple[str, Any]) -> Html:
 
 def _key_numbers(run: RunFacts) -> dict[str, Any]:
     """What one looks at first; the same names for each run."""
-    rates, goodput = run.curves.get("tokens/s", []), run.goodput
+    goodput = run.goodput
     learned = next((name for name in ("reward", "loss") if name in run.curves), "loss")
     metric = run.config.get("eval.metric")
     peaks = [row for row in run.comparisons if row.category == "peak"]
@@ -77,12 +77,23 @@ def _key_numbers(run: RunFacts) -> dict[str, Any]:
         "steps": Keyed(f"{run.reached:,} of {text(run.last('run_start').get('steps') or '?')}", run.reached),
         "training": _first_and_last(learned, run.traces.get(learned, [])),
         "held out": _first_and_last(str(metric), run.traces.get(f"held out: {metric}", [])),
-        "tokens/s, median": f"{statistics.median(value for _, value in rates):,.0f}" if rates else None,
+        "speed, median": _speed(run),
         "peak a rank": _peak(peaks[0]) if peaks else None,
         "goodput": Keyed(f"{goodput:.0%}", goodput) if goodput is not None else None,
         "restarts": run.restarts,
         "time": (took := seconds_of(run.seconds)) and Keyed(took, run.seconds),
     }
+
+
+def _speed(run: RunFacts) -> str | None:
+    """Return the median speed of the logged steps with its unit, sorted by the number; None where none was logged."""
+    unit = SAMPLES_PER_S if SAMPLES_PER_S in run.curves else RATES["tokens_per_s"]
+    speeds = [value for _, value in run.curves.get(unit, [])]
+    if not speeds:
+        return None
+    median = statistics.median(speeds)
+    shown = f"{median:,.0f}" if median >= 100 else f"{median:.3g}"
+    return Keyed(f"{shown} {unit}", median)
 
 
 def _first_and_last(name: str, trace: Trace) -> str | None:

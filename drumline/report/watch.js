@@ -31,7 +31,7 @@ function extend(run, name, points) {
 function tiles(box, state) {
   const memory = Array.isArray(state.memory) && state.memory.length ? bytes(Math.max(...state.memory)) : "–";
   const rows = { step: `${short(state.step ?? 0)} of ${short(state.steps)}`, ETA: state.eta ? time(state.eta) : "–", loss: short(state.loss), "learning rate": short(state.lr),
-    "tokens/s": short(state.tokens_per_s), "memory, fullest rank": memory, "planned peak": `${bytes(state.planned) || "–"} of ${bytes(state.limit) || "–"}`,
+    [state.speed_unit || "tokens/s"]: short(state.tokens_per_s), "memory, fullest rank": memory, "planned peak": `${bytes(state.planned) || "–"} of ${bytes(state.limit) || "–"}`,
     goodput: state.goodput == null ? "–" : `${Math.round(100 * state.goodput)}%`, restarts: state.restarts };
   box.replaceChildren(...Object.entries(rows).map(([name, value]) => { const tile = make("div", null, "tile"); tile.append(make("span", name), make("strong", value)); return tile; }));
 }

@@ -25,7 +25,7 @@ from drumline.core.redact import plain
 from drumline.core.signals import LauncherSignals
 from drumline.errors import EnvironmentFault
 from drumline.report.curves import MOST_POINTS, binned
-from drumline.report.facts import RunFacts, mapping, named, number, place_of
+from drumline.report.facts import RunFacts, mapping, named, number, place_of, speed_unit
 from drumline.report.markup import Html, join, tag
 from drumline.report.page import asset, document
 from drumline.report.progress import Progress
@@ -87,6 +87,7 @@ class Live:
             self.seconds[event["step"]] = number(event.get("seconds")) or 0.0
             state |= {"status": "running", "step": event["step"], "memory": event.get("memory_bytes")}
             state |= {key: number(event.get(key)) for key in ("loss", "lr", "tokens_per_s")}
+            state["speed_unit"] = speed_unit(event)
         elif kind == "fault":
             state |= {"status": "failed" if str(event.get("action")).startswith("stop") else "starting again"}
             state["restarts"] += event.get("action") in ("restart", "replan")

@@ -56,7 +56,7 @@ from drumline.planner.question import Found, assemble, find_model, require_adapt
 from drumline.planner.search.answer import Candidate, Question
 from drumline.planner.search.auto import choose, choose_compile
 from drumline.planner.search.budget import kinds_of, within_budget
-from drumline.report.bars import OnProgress, notes
+from drumline.report.bars import COMPARING, OnProgress, notes, told_if_slow
 from drumline.rl import rewards
 from drumline.rl.curriculum import require_domains
 from drumline.strategies.build import lay_out_spreadable
@@ -105,7 +105,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     cluster, why = cluster_here(config, machine, device, processes_of(config, machine, device, request.world_size))
     processes = request.world_size is not None or config.launch.nproc is not None
     question = assemble(config, policy, roles, data, cluster, processes=processes)
-    config, why = _choose_open_keys(question, why)
+    config, why = _choose_open_keys(question, why, on_progress)
     plan = _resolved(request, config, machine, data, facts=question.facts, model_path=policy.path, roles=roles)
     _require_runs(plan)
     if not dry_run:
@@ -121,14 +121,17 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     return _with_saves(plan, question.facts, cluster) if config.checkpoint.every == "auto" else plan
 
 
-def _choose_open_keys(question: Question, about_cluster: list[str]) -> tuple[Config, list[str]]:
+def _choose_open_keys(
+    question: Question, about_cluster: list[str], on_progress: OnProgress
+) -> tuple[Config, list[str]]:
     """Return the config with what it leaves to the planner, the strategy and whether to compile, and why.
 
     `about_cluster`: lines on the devices that a strategy is chosen for.
     """
     config, why = question.config, list[str]()
     if config.strategy.planned:
-        config, reason = choose(question)
+        with told_if_slow(lambda: on_progress(COMPARING, 0, None)):
+            config, reason = choose(question)
         why = [reason, *about_cluster] if reason else about_cluster
     config, compiling = choose_compile(replace(question, config=config))
     return config, [*why, compiling] if compiling else why

@@ -11,7 +11,7 @@ import torch
 
 from drumline.checkpoint.load import newest
 from drumline.errors import CheckpointError, ConfigError, EnvironmentFault, UserError
-from drumline.inference.evaluate import answers, evaluate, harness, model_of
+from drumline.inference.evaluate import answers, evaluate, harness, model_of, show
 from tests.harness import chat_rows, drumline, events, survivors, write_config, write_rows
 from tests.tiny import tiny_model_dir, tiny_task
 
@@ -81,6 +81,12 @@ def test_figures_are_those_of_training(config: Path, run: Path, arguments: list[
 def test_a_model_that_does_not_fit_is_one_line(config: Path, run: Path) -> None:
     finished = drumline("eval", config, "model.config.num_hidden_layers=1", "launch.nproc=1")
     assert finished.code == 2 and "which this run has no place for" in finished.err and len(finished.error_lines) == 1, finished.err
+
+
+def test_a_metric_without_a_number_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    show("title", {"reward": None, "loss": 0.5, "samples": 3})
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert rows == [["title"], ["reward", "no", "number"], ["loss", "0.5000"], ["samples", "3"]]
 
 
 def test_bad_input(config: Path, run: Path) -> None:

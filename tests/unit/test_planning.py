@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -209,7 +209,7 @@ def test_what_if(run: Run) -> None:
     assert f"{speeds[-1]:,.0f}" in out and f"{speeds[-1] / speeds[0]:.2f}" in out and "…" not in out
 
 
-def test_a_search_that_takes_long_shows_a_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_takes_long_shows_a_line(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     with line_if_slow(Console(file=out), "not slow", 1000.0):
         pass
@@ -229,6 +229,24 @@ def test_a_search_that_takes_long_shows_a_line(run: Run, monkeypatch: pytest.Mon
     for flags in ([], ["--max-seq"], ["--what-if", "nodes=1"]):
         assert run("plan", SMALL, "--cluster", "1x4090", *flags)[0] == 0
     assert phases == ["comparing plans", "looking for the longest rows of the best plans", "comparing plans", "comparing plans"]
+    monkeypatch.setattr("drumline.planner.init.line_if_slow", noted)
+    flags = ["--cluster", "1x4090", "--length", "512", "--yes"]
+    assert run("init", tmp_path / "new.yaml", "--model", "qwen3-0.6b", *flags)[0] == 0
+    assert phases[4:] == ["comparing plans"]
+
+
+def test_training_with_strategy_auto_says_that_a_search_goes_on(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def at_once(tell: Callable[[], None]) -> Iterator[None]:
+        tell()
+        yield
+
+    monkeypatch.setattr("drumline.train.setup.told_if_slow", at_once)
+    path = write_config(tmp_path, model, strategy="auto")
+    code, _, err = run("train", path, "--dry-run")
+    assert code == 0 and "comparing plans …" in err
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from drumline.report.compare import _direction
 from drumline.report.details import _by_rank, repeat
 from drumline.report.facts import RunFacts
 from drumline.report.progress import Progress
+from drumline.report.sections import _key_numbers
 from drumline.report.watch import Live
 from drumline.telemetry.events import Event, EventLog, Fault, Restore, RunEnd, examined
 from drumline.telemetry.watched import Hang
@@ -55,12 +56,26 @@ def run_of(folder: Path, *logged: dict[str, Any]) -> RunFacts:
         ("held out: tasks/x/exact_match_stderr", 0),
         ("calibration_error", -1),
         ("tokens/s", 1),
+        ("samples/s", 1),
         ("model FLOPs utilisation", 1),
         ("learning rate", 0),
     ],
 )
 def test_which_way_is_better(tmp_path: Path, name: str, better: int) -> None:
     assert _direction(name, RunFacts(write_run(tmp_path / "run"))) == better
+
+
+@pytest.mark.parametrize(("tokens", "speed"), [(4, "40 samples/s"), (100, "10,000 tokens/s")])
+def test_a_module_without_tokens_is_counted_in_samples(tmp_path: Path, tokens: int, speed: str) -> None:
+    per_s = {4: 40.0, 100: 1e4}[tokens]
+    steps = [step(number, tokens=tokens, tokens_per_s=per_s) for number in (1, 2)]
+    folder = write_run(tmp_path / "run", events=[start(), *steps])
+    assert _key_numbers(RunFacts(folder))["speed, median"] == speed
+    unit = speed.partition(" ")[2]
+    assert unit in RunFacts(folder).curves
+    live = Live(folder)
+    live.add(Event.of(at(steps[0], 0)))
+    assert live.state["speed_unit"] == unit
 
 
 def test_a_hang_before_the_first_step_is_an_event(tmp_path: Path) -> None:
