@@ -127,6 +127,19 @@ def tiny_model_dir(path: Path, vocab_size: int = 320, layers: int = 2, seed: int
     return path
 
 
+def tiny_reward_model_dir(path: Path, layers: int = 2, seed: int = 0) -> Path:
+    """Save the model of `tiny_model_dir` with a random head of one score a sequence; returns `path`."""
+    import torch
+    from transformers import LlamaForSequenceClassification
+
+    tiny_model_dir(path, layers=layers, seed=seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForSequenceClassification.from_pretrained(path, num_labels=1)
+    model.save_pretrained(path)
+    return path
+
+
 VISION_SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 # As Qwen3-VL writes images in a conversation.
 CHATML_WITH_IMAGES = (

@@ -28,6 +28,14 @@ STD_EPSILON = 1e-4
 VARIANCE_EPSILON = 1e-8
 
 
+def sum_where(is_counted: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the values that are counted.
+
+    Picking them by the mask would make the host wait: a GPU would have to say how many there are.
+    """
+    return torch.where(is_counted, values, 0.0).sum()
+
+
 def divergence(log_probs: torch.Tensor, reference: torch.Tensor, estimator: Literal["k1", "k2", "k3"]) -> torch.Tensor:
     """Estimates of KL(π ‖ π_ref) at tokens drawn from π (Schulman 2020, "Approximating KL divergence"): k1 = log π/π_ref, k2 = k1²/2,
     k3 = π_ref/π − 1 − log π_ref/π. k1 and k3 are unbiased, k2 and k3 never negative. As a loss, only k2 has the gradient of the KL.
@@ -84,13 +92,13 @@ class PolicyGradient(Algorithm):
         ratio_BT = moved_BT.clamp(max=LARGEST_EXPONENT).exp()
         sums |= {
             "policy": policy.detach(),
-            "weight": torch.as_tensor(batch.weight, device=moved_BT.device),
+            "weight": moved_BT.new_full((), batch.weight),
             "tokens": counts_BT.sum(),
-            "ratio": ratio_BT[counts_BT].sum(),
+            "ratio": sum_where(counts_BT, ratio_BT),
             "max_ratio": torch.where(counts_BT, ratio_BT, 0.0).amax(),
             "clipped": (clipped_BT & counts_BT).sum(),
-            "entropy": entropy_BT.detach()[counts_BT].sum(),
-            "approx_kl": divergence(torch.zeros_like(moved_BT), moved_BT, "k3")[counts_BT].sum(),
+            "entropy": sum_where(counts_BT, entropy_BT.detach()),
+            "approx_kl": sum_where(counts_BT, divergence(torch.zeros_like(moved_BT), moved_BT, "k3")),
         }
         loss_sum = policy
         if spec.entropy_weight:
@@ -98,7 +106,7 @@ class PolicyGradient(Algorithm):
         if self.kl.coefficient:
             kl_BT = divergence(log_probs_BT, batch.reference_log_probs_BT, spec.kl.estimator)
             kl_BT = torch.where(batch.targets_BT != IGNORE, kl_BT, 0.0)
-            sums["kl"] = kl_BT.detach()[batch.weights_BT > 0].sum()
+            sums["kl"] = sum_where(batch.weights_BT > 0, kl_BT.detach())
             if self.kl_in_loss:
                 loss_sum = loss_sum + self.kl.coefficient * (kl_BT * batch.weights_BT).sum()
         return LossOut(loss_sum, sums)

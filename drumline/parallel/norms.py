@@ -46,7 +46,9 @@ def total_norm(found: Squares, device: str | torch.device, group: dist.ProcessGr
     """The norm that squares make over all ranks, which have the same places; see global_norm."""
     total = torch.zeros((), device=exact_on(device), dtype=torch.float64)
     for groups, here in found.items():
-        squares = here.to(total.device)
+        if total.is_cuda and not here.is_cuda:  # gradients on the host; the host does not wait
+            here = here.pin_memory()
+        squares = here.to(total.device, non_blocking=total.is_cuda)
         for over in groups:
             dist.all_reduce(squares, group=over)
         total += squares

@@ -16,6 +16,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 
 from drumline.core.attention import as_before
+from drumline.data.batches import copied_to
 from drumline.errors import DrumlineError
 from drumline.rl.generate import WHERE, Completion, HFGenerator, Request, Sampler, generating, positions, request_seed, require_room
 from drumline.vendor.transformers import ContinuousBatchingLogitsProcessorList
@@ -44,8 +45,9 @@ class RequestNoise(ContinuousBatchingLogitsProcessorList):
         rows = len(self.rows)  # further rows belong to prompts that are not read to their end yet
         if not rows:
             return scores
-        seeds_B = torch.tensor([self.seeds[name] for name, _ in self.rows], device=scores.device)
-        positions_B = torch.tensor([position for _, position in self.rows], device=scores.device)
+        seeds_B = copied_to(scores.device, torch.tensor([self.seeds[name] for name, _ in self.rows]))
+        positions = torch.tensor([position for _, position in self.rows])
+        positions_B = copied_to(scores.device, positions)
         noisy_BV, log_probs_B = self.sampler.choose(scores[:rows], seeds_B, positions_B)
         for (name, position), log_prob in zip(self.rows, log_probs_B, strict=True):
             assert len(self.log_probs[name]) == position, "each token is sampled once"

@@ -29,6 +29,7 @@ from drumline.core import rollouts as c
 from drumline.core.attention import known_padding
 from drumline.core.heartbeat import alive
 from drumline.core.threads import on_this_gpu
+from drumline.data.batches import copied_to
 from drumline.data.templates import end_ids
 from drumline.dist.reduce import from_all
 from drumline.dist.seeds import derive
@@ -247,9 +248,12 @@ class HFGenerator:
     def _batch(self, requests: list[Request], step: int) -> list[Completion]:
         device = self.model.device
         width = max(len(request.tokens) for request in requests)
-        ids_BT = torch.tensor([[self.pad] * (width - len(r.tokens)) + r.tokens for r in requests], device=device)
-        mask_BT = torch.tensor([[0] * (width - len(r.tokens)) + [1] * len(r.tokens) for r in requests], device=device)
-        seeds_B = torch.tensor([request_seed(self.seed, step, r.key) for r in requests], device=device)
+        ids = [[self.pad] * (width - len(r.tokens)) + r.tokens for r in requests]
+        mask = [[0] * (width - len(r.tokens)) + [1] * len(r.tokens) for r in requests]
+        seeds = [request_seed(self.seed, step, r.key) for r in requests]
+        ids_BT = copied_to(device, torch.tensor(ids))
+        mask_BT = copied_to(device, torch.tensor(mask))
+        seeds_B = copied_to(device, torch.tensor(seeds))
         noise = NoisyLogits(self.sampler, seeds_B, width)
         most, is_late = self.config.max_new_tokens, device.type == "cuda"
         ends = AtEndings(self.endings, len(requests), width, most, is_late)
@@ -291,13 +295,14 @@ class HFGenerator:
         ):
             return {}
         decoder = self.model.get_decoder()
-        first = [place_B.index(row) for row in range(len(rows))]
-        mask_UT = mask_BT[first, :-1]
-        inputs = {"input_ids": ids_BT[first, :-1], "attention_mask": mask_UT, "past_key_values": cache, "use_cache": True}
+        first_U = torch.tensor([place_B.index(row) for row in range(len(rows))])
+        first_U = copied_to(ids_BT.device, first_U)
+        mask_UT = mask_BT[first_U, :-1]
+        inputs = {"input_ids": ids_BT[first_U, :-1], "attention_mask": mask_UT, "past_key_values": cache, "use_cache": True}
         if "position_ids" in inspect.signature(decoder.forward).parameters:
             inputs["position_ids"] = (mask_UT.cumsum(1) - 1).clamp(min=0)
         decoder(**inputs)
-        cache.batch_select_indices(torch.tensor(place_B, device=ids_BT.device))
+        cache.batch_select_indices(copied_to(ids_BT.device, torch.tensor(place_B)))
         return {"past_key_values": cache}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from drumline.core.plan import Plan
-from drumline.data.batches import EpisodeBatch, Episodes, Tokens, collate_episodes
+from drumline.data.batches import EpisodeBatch, Episodes, Tokens, collate_episodes, copied_to
 from drumline.data.stream import assign
 from drumline.dist.reduce import add_up
 from drumline.parallel.engine import Engine
@@ -63,12 +63,13 @@ class Reading:
         found = engine.infer((self._collate(episodes, rows) for rows in dealt), read, adapter)
         whole = torch.zeros(found[0].shape[0], *episodes.mask_NM.shape)
         if self.counts:
-            for rows, values_KBT in zip(dealt, found, strict=True):
+            for rows, on_device_KBT in zip(dealt, found, strict=True):
+                values_KBT = on_device_KBT.float().cpu()
                 for row, pick in enumerate(rows):
                     if pick >= 0:
                         start, size = len(episodes.prompts[pick]) - 1, len(episodes.completions[pick])
-                        whole[:, pick, :size] = values_KBT[:, row, start : start + size].float().cpu()
-        return add_up(whole.to(self.device)).cpu()
+                        whole[:, pick, :size] = values_KBT[:, row, start : start + size]
+        return add_up(copied_to(self.device, whole)).cpu()
 
 
 def log_probs_of(chunk: int, temperature: float, values: bool = False) -> Read:

@@ -10,13 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from drumline.algorithms.base import Algorithm
 from drumline.core import heartbeat
 from drumline.core.plan import BatchPlan, Plan
 from drumline.core.resolve import total_samples
-from drumline.data.batches import First, pinned
+from drumline.data.batches import First, copied_to, pinned
 from drumline.data.blocks import Blocks, Maker, hold, remove_older_blocks
 from drumline.data.cache import TokenCache
 from drumline.data.make import Task
@@ -172,8 +173,10 @@ class FirstPass:
         table_GK = torch.zeros(len(batch.sample_ids), numbers_of[0].shape[1], dtype=torch.float64, device=self.device)
         if self.counts:
             for places, numbers_PK in zip(batch.places, numbers_of, strict=True):
-                table_GK[torch.from_numpy(places).to(self.device)] = numbers_PK.double()
-        return add_up(table_GK)[torch.from_numpy(batch.sample_ids >= 0).to(self.device)]
+                table_GK[copied_to(self.device, torch.from_numpy(places))] = numbers_PK.double()
+        # By numbers of rows: of a mask the host would have to ask the device how many it chooses.
+        real_N = torch.from_numpy(np.flatnonzero(batch.sample_ids >= 0))
+        return add_up(table_GK)[copied_to(self.device, real_N)]
 
     def _whole(self, batches: Callable[[], Iterable[GlobalBatch]]) -> Iterator[GlobalBatch]:
         numbers_of = [self.numbers(batch) for batch in batches()]
@@ -185,7 +188,11 @@ class FirstPass:
 
 def filled(batch: GlobalBatch, first: First, start: int) -> GlobalBatch:
     """The batch with `first` and `places_P` in its micro-batches; its own samples begin at row `start` of the numbers."""
-    real_G = torch.from_numpy(batch.sample_ids >= 0)
-    rows_G = torch.where(real_G, real_G.cumsum(0) - 1 + start, -1).to(first.numbers_NK.device)
-    own = zip(batch.micro_batches, batch.places, strict=True)
-    return replace(batch, micro_batches=[replace(b, first=first, places_P=rows_G[torch.from_numpy(places)]) for b, places in own])
+    is_real_G = batch.sample_ids >= 0
+    rows_G = np.where(is_real_G, is_real_G.cumsum() - 1 + start, -1)
+    device = first.numbers_NK.device
+    micro_batches = []
+    for micro_batch, places in zip(batch.micro_batches, batch.places, strict=True):
+        places_P = copied_to(device, torch.from_numpy(rows_G[places]))
+        micro_batches.append(replace(micro_batch, first=first, places_P=places_P))
+    return replace(batch, micro_batches=micro_batches)

@@ -414,8 +414,14 @@ def _histogram(result: Any, values: dict[str, Any]) -> None:
     _write(result, counts)
 
 
+def _log_sigmoid_backward(result: Any, values: dict[str, Any]) -> None:
+    """The CPU's formula reads a buffer of its forward, which a GPU leaves empty."""
+    _write(result, values["grad_output"] * torch.sigmoid(-values["self"]))
+
+
 OWN_FORMULAS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "aten::histc": _histogram,
+    "aten::log_sigmoid_backward": _log_sigmoid_backward,
     "aten::_scaled_dot_product_flash_attention": _flash_forward,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention": _efficient_forward,

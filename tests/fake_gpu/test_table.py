@@ -25,11 +25,12 @@ from tests.fake_gpu.table import (
     QUIET_STEP,
     ROWS,
     SAVED_STEP,
+    SCORED,
     STEPS,
     Row,
 )
 from tests.harness import events, losses, write_config
-from tests.tiny import tiny_architecture_dir, tiny_model_dir
+from tests.tiny import tiny_architecture_dir, tiny_model_dir, tiny_reward_model_dir
 
 BY_NAME = {row.name: row for row in ROWS}
 # A row that goes on from a checkpoint has the steps of the row without a stop.
@@ -157,6 +158,8 @@ class Runs:
             folder = self.root / name
             if row.architecture == "llama":
                 tiny_model_dir(folder, layers=row.layers)
+            elif row.architecture == SCORED:
+                tiny_reward_model_dir(folder, layers=row.layers)
             else:
                 tiny_architecture_dir(folder, row.architecture, row.layers)
             self.models[name] = folder

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from drumline.algorithms.grpo.spec import GRPOConfig
-from drumline.algorithms.policy import PolicyGradient, Sums, clipped, level_ratio, weighted_likelihood
+from drumline.algorithms.policy import PolicyGradient, Sums, clipped, level_ratio, sum_where, weighted_likelihood
 from drumline.data.batches import EpisodeBatch
 
 
@@ -40,7 +40,10 @@ class GRPO(PolicyGradient):
             moved_BT = moved_BT.sum(1, keepdim=True).expand_as(moved_BT)
         weight_BT = moved_BT.exp().clamp(max=spec.importance_cap)
         counts_BT = batch.weights_BT > 0
-        sums = {"importance": weight_BT[counts_BT].sum(), "max_importance": torch.where(counts_BT, weight_BT, 0.0).amax()}
+        sums = {
+            "importance": sum_where(counts_BT, weight_BT),
+            "max_importance": torch.where(counts_BT, weight_BT, 0.0).amax(),
+        }
         return loss_BT * weight_BT, clipped_BT, sums
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:

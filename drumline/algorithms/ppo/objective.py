@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from drumline.algorithms.base import LossOut
-from drumline.algorithms.policy import PolicyGradient
+from drumline.algorithms.policy import PolicyGradient, sum_where
 from drumline.algorithms.ppo.spec import PPOConfig
 from drumline.data.batches import EpisodeBatch
 
@@ -41,13 +41,13 @@ class PPO(PolicyGradient):
             error_BT = torch.maximum(error_BT, (bounded_BT - returns_BT).square())
         loss_sum = (error_BT * batch.weights_BT).sum() / 2
         counts_BT = batch.weights_BT > 0
-        returns_N = returns_BT[counts_BT].double()
-        errors_N = returns_N - values_BT.detach()[counts_BT].double()
+        exact_returns_BT = returns_BT.double()
+        errors_BT = exact_returns_BT - values_BT.detach().double()
         moments = {
-            "returns": returns_N.sum(),
-            "returns_squared": returns_N.square().sum(),
-            "errors": errors_N.sum(),
-            "errors_squared": errors_N.square().sum(),
+            "returns": sum_where(counts_BT, exact_returns_BT),
+            "returns_squared": sum_where(counts_BT, exact_returns_BT.square()),
+            "errors": sum_where(counts_BT, errors_BT),
+            "errors_squared": sum_where(counts_BT, errors_BT.square()),
         }
         return LossOut(self.spec.value_weight * loss_sum, {"value": loss_sum.detach(), **moments})
 

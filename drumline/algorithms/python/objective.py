@@ -36,7 +36,7 @@ class PythonObjective(Algorithm):
         if batch.weight == 0:  # fillers alone: the ranks compute side by side, and nothing is learned
             least = torch.full((), -torch.inf, device=loss_sum.device)
             loss_sum, sums = loss_sum * 0, {n: least if n.startswith("max_") else value * 0 for n, value in sums.items()}
-        weight = torch.tensor(batch.weight, device=loss_sum.device)
+        weight = torch.full((), batch.weight, device=loss_sum.device)  # no copy from the host
         return LossOut(loss_sum.float(), {**{name: value.detach().float() for name, value in sums.items()}, WEIGHT: weight})
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
