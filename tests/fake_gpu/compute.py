@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,8 +24,6 @@ from tests.fake_gpu import attention
 from tests.fake_gpu.attention import Mask
 from tests.fake_gpu.ledger import LEDGER
 
-# Bytes: with larger tensors nothing is computed, so models of real size need no memory.
-LARGEST = float(os.environ.get("FAKE_GPU_COMPUTE_UP_TO", "inf"))
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 # Collectives run for real, in the stand-in of NCCL.
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
@@ -65,6 +63,8 @@ INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_
 class Computing(TorchDispatchMode):
     """Computes what the kernels of the stand-in leave out."""
 
+    most_bytes: float = math.inf  # of each tensor; see `limit_to`
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -88,7 +88,7 @@ class Computing(TorchDispatchMode):
         if _is_sized_by_numbers(func, args, kwargs):
             return _answer_from_cpu(func, args, kwargs)
 
-        if any(tensor.nbytes > LARGEST for tensor in tensors):
+        if any(tensor.nbytes > self.most_bytes for tensor in tensors):
             return func(*args, **kwargs)
 
         random_seed = _random_seed(func, kwargs)
@@ -99,6 +99,12 @@ class Computing(TorchDispatchMode):
 
 
 MODE = Computing()
+
+
+def limit_to(most_bytes: int) -> None:
+    """Compute, copy and send nothing with larger tensors from here on: so they take no memory."""
+    MODE.most_bytes = most_bytes
+    LEDGER.limit_moves(most_bytes)
 
 
 def install() -> None:

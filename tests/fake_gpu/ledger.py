@@ -67,6 +67,10 @@ class Ledger:
         finally:
             self.library.standin_resume()
 
+    def limit_moves(self, most: int) -> None:
+        """Let copies and messages of more bytes than `most` move nothing from here on."""
+        self.library.standin_set_largest_move(ctypes.c_size_t(most))
+
     def report_wait(self, what: str) -> None:
         self.library.standin_report_wait(what.encode())
 

@@ -17,14 +17,16 @@ from typing import Any
 
 from tests.fake_gpu.ledger import LEDGER
 
+COMPUTE_UP_TO = "FAKE_GPU_COMPUTE_UP_TO"  # bytes
+
 
 def main(arguments: list[str]) -> None:
     from drumline.core.plan import Plan
     from drumline.dist.start import start, stop
     from drumline.telemetry.traffic import Traffic
 
-    if "FAKE_GPU_COMPUTE_UP_TO" in os.environ:
-        leave_weights_empty()
+    if COMPUTE_UP_TO in os.environ:
+        leave_weights_empty(int(os.environ[COMPUTE_UP_TO]))
     # The step whose traffic is counted reads and sends more than others.
     Traffic.FIRST = sys.maxsize
     plans = [Path(argument) for argument in arguments]
@@ -68,13 +70,19 @@ class Nothing:
         pass
 
 
-def leave_weights_empty() -> None:
-    """Give models memory and no values: those of billions of parameters would take minutes."""
+def leave_weights_empty(most_bytes: int) -> None:
+    """Give models memory and no values: those of billions of parameters would take minutes.
+
+    From then on tensors of more bytes are not computed. Before, small copies of the model, on which
+    its properties are tried, have their numbers.
+    """
     from drumline.models.shards import Values
+    from tests.fake_gpu import compute
 
     fill = Values.fill
 
     def fill_with_nothing(values: Values, *args: Any, **options: Any) -> None:
+        compute.limit_to(most_bytes)
         fill(replace(values, source=Nothing()), *args, **options)
 
     Values.fill = fill_with_nothing  # type: ignore[method-assign]

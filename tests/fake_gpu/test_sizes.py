@@ -18,6 +18,7 @@ from drumline.core.plan import Plan
 from drumline.models.shapes import find
 from tests.fake_gpu.environment import PYTHON
 from tests.fake_gpu.ledger_file import LedgerFile
+from tests.fake_gpu.ranks import COMPUTE_UP_TO
 from tests.fake_gpu.running import machine, run_ranks
 
 pytestmark = [
@@ -28,12 +29,7 @@ pytestmark = [
 WITHIN = 0.05
 # Small tensors have their numbers, which a rank acts on; large ones are neither computed nor copied,
 # so their memory stays untouched.
-SMALL = 65536
-SETTINGS = {
-    "FAKE_GPU_COMPUTE_UP_TO": SMALL,
-    "FAKE_GPU_LARGEST_MOVE": SMALL,
-    "FAKE_GPU_FILL": 0,
-}
+SETTINGS = {COMPUTE_UP_TO: 65536, "FAKE_GPU_FILL": 0}
 FULL = {"memory": {"activation_checkpointing": "full"}}
 SELECTIVE = {"memory": {"activation_checkpointing": "selective"}}
 LORA = {"adapter": {"kind": "lora", "r": 16}}

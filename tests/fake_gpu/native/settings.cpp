@@ -1,5 +1,6 @@
 // What environment variables ask of the stand-in.
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 
@@ -33,11 +34,9 @@ int fill_byte() {
   return byte;
 }
 
-size_t largest_move() {
-  static const size_t bytes =
-      strtoull(setting("FAKE_GPU_LARGEST_MOVE", "1000000000000"), nullptr, 10);
-  return bytes;
-}
+static std::atomic<size_t> largest_move_bytes{SIZE_MAX};
+
+size_t largest_move() { return largest_move_bytes; }
 
 double seconds_before_a_hang() {
   static const double seconds = atof(setting("FAKE_NCCL_SECONDS", "60"));
@@ -45,3 +44,6 @@ double seconds_before_a_hang() {
 }
 
 }  // namespace standin
+
+// From here on copies and messages of more bytes move nothing.
+EXPORT void standin_set_largest_move(size_t bytes) { standin::largest_move_bytes = bytes; }

@@ -21,7 +21,7 @@ int visible_devices();            // FAKE_GPUS, as far as CUDA_VISIBLE_DEVICES s
 size_t bytes_of_device();         // of an H100 with 80 GB
 size_t bytes_to_allocate();       // FAKE_GPU_BYTES: above it, allocations are out of memory
 int fill_byte();                  // FAKE_GPU_FILL: what new device memory holds; 0 leaves it untouched
-size_t largest_move();            // FAKE_GPU_LARGEST_MOVE: copies of more bytes move nothing
+size_t largest_move();            // copies of more bytes move nothing
 double seconds_before_a_hang();   // FAKE_NCCL_SECONDS: how long a collective waits for its peers
 
 // memory.cpp: which addresses are of the device and which are pinned.
