@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -48,6 +50,18 @@ class SequencePart:
         stretches = whole_BT.unflatten(1, (number, -1)).unbind(1)
         return torch.cat([stretches[place] for place in self.stretches[self.index]], 1)
 
+    def places(self, places_M: npt.NDArray[np.int64], like_BT: torch.Tensor) -> torch.Tensor:
+        """Return those of some places, int64[M] in the B × T of the whole, that lie in this part, as places in its B × t.
+
+        The host counts them, so it does not wait for the device of `like_BT`, a tensor of that B × T.
+        """
+        rows, width = like_BT.shape
+        number = sum(map(len, self.stretches))
+        is_chosen = np.zeros(rows * width, bool)
+        is_chosen[places_M] = True
+        of_part = is_chosen.reshape(rows, number, -1)[:, self.stretches[self.index]]
+        return copy_without_wait(torch.from_numpy(np.flatnonzero(of_part)), like_BT.device)
+
     def gather(self, part_Bt: torch.Tensor) -> torch.Tensor:
         """[B, T] on every rank from each rank's [B, t]. Each rank gets the gradient of its own part (see `_Total`). Collective."""
         if part_Bt.dtype == torch.bool:  # gloo has no collectives for bool
@@ -66,6 +80,13 @@ class SequencePart:
         """Σ over the parts, the same on every rank; its gradient goes only into this rank's summand. Collective."""
         total: torch.Tensor = _Total.apply(part_sum, self.group)
         return total
+
+
+def copy_without_wait(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of a tensor of the host on `device`; from page-locked memory, so that the host does not wait for a GPU."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class _Total(torch.autograd.Function):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
 from drumline.core.plan import Plan
+from drumline.models.sequence import copy_without_wait
 from drumline.models.shards import Values
 from drumline.parallel.data_parallel import Unreplicated
 from drumline.parallel.plain import Plain
@@ -52,7 +56,7 @@ class Scattered(nn.Module):
         self.over_devices = nn.DataParallel(rows) if device == "cuda" else rows
 
     def forward(self, batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        if isinstance(self.over_devices, nn.DataParallel):  # the rows of a part are not known to the host
+        if isinstance(self.over_devices, nn.DataParallel):  # they are of all rows, and each device has some
             known = {name: None for name in ("documents", "bounds_N", "learned_M") if hasattr(batch, name)}
             batch = replace(batch, **known)
         tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if isinstance(getattr(batch, f.name), torch.Tensor)}
@@ -68,5 +72,25 @@ class _Rows(nn.Module):
         self.module = module
 
     def forward(self, tensors: dict[str, torch.Tensor], batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss_sum, sums = self.module(replace(batch, **tensors), objective)
+        part = replace(batch, **tensors)
+        is_cut = getattr(batch, "learned_M", None) is None
+        places_M = getattr(batch, "learned_on_host_M", None)
+        if is_cut and places_M is not None:
+            device = part.targets_BT.device
+            mine_M = learned_of_part(places_M, batch.targets_BT.shape, device.index, torch.cuda.device_count())
+            part = replace(part, learned_M=copy_without_wait(torch.from_numpy(mine_M), device))
+        loss_sum, sums = self.module(part, objective)
         return loss_sum[None], {name: value[None] for name, value in sums.items()}
+
+
+def learned_of_part(places_M: npt.NDArray[np.int64], shape: tuple[int, int], part: int, parts: int) -> npt.NDArray[np.int64]:
+    """Return the places of the targets in one part of the rows of [B, T] = `shape`, by those of the whole.
+
+    nn.DataParallel cuts rows as torch.chunk does: equal parts, of which the last may be shorter. The host knows the places, and
+    does not wait for a device to count them.
+    """
+    rows, width = shape
+    part_size = math.ceil(rows / parts) * width
+    first = part * part_size
+    is_here_M = (places_M >= first) & (places_M < first + part_size)
+    return places_M[is_here_M] - first
