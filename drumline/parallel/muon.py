@@ -23,27 +23,46 @@ class Muon(torch.optim.Optimizer):
 
     Matrices of one shape go in turn, one an owner: two all-to-alls in bf16. Where each rank has the whole, it computes all. Where a matrix
     is cut along two axes of the mesh, each rank gathers it.
+
+    `found_inf`: a scalar on the device of the weights. Where it is 1, a step leaves all as it is, as the fused optimizers of torch do.
     """
+
+    found_inf: torch.Tensor | None = None
 
     def __init__(self, groups: list[dict[str, Any]], options: OptimizerConfig) -> None:
         super().__init__(groups, {"lr": options.lr, "momentum": options.momentum, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        found_on: dict[torch.device, torch.Tensor | None] = {}  # `found_inf`, where weights lie
         for group in self.param_groups:
+            decay = group["lr"] * group["weight_decay"]
             for together in _rounds([parameter for parameter in group["params"] if parameter.grad is not None]):
-                updates = _orthogonal([self._averaged(parameter, group["momentum"]) for parameter in together], together[0])
+                device = local(together[0]).device
+                if device not in found_on:
+                    found_on[device] = None if self.found_inf is None else self.found_inf.to(device)
+                found_inf = found_on[device]
+                means = [self._averaged(parameter, group["momentum"], found_inf) for parameter in together]
+                updates = _orthogonal(means, together[0])
                 for parameter, update in zip(together, updates, strict=True):
-                    weight = local(parameter).mul_(1 - group["lr"] * group["weight_decay"])
-                    weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+                    rate = group["lr"] * 0.2 * math.sqrt(max(parameter.shape))
+                    weight = local(parameter)
+                    if found_inf is None:
+                        weight.mul_(1 - decay).add_(update, alpha=-rate)
+                    else:
+                        is_taken = 1 - found_inf
+                        weight.mul_(1 - decay * is_taken).add_(update * is_taken, alpha=-rate)
 
-    def _averaged(self, parameter: torch.Tensor, momentum: float) -> torch.Tensor:
+    def _averaged(self, parameter: torch.Tensor, momentum: float, found_inf: torch.Tensor | None) -> torch.Tensor:
         """This rank's part of a gradient with momentum: bfloat16, as Newton-Schulz takes it."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         assert parameter.grad is not None
         mean, gradient = local(state["momentum_buffer"]), local(parameter.grad)
+        if found_inf is not None:
+            # The mean of the mean and itself is the mean, and finite.
+            gradient = torch.where(found_inf.bool(), mean, gradient)
         mean.lerp_(gradient, 1 - momentum)
         return gradient.lerp(mean, momentum).bfloat16()
 
