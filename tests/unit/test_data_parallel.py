@@ -16,7 +16,7 @@ from drumline.core.model import ModelConfig
 from drumline.data.batches import TokenBatch
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective
-from drumline.strategies.dp.transform import Scattered, learned_of_part
+from drumline.strategies.dp.transform import Scattered, learned_of_rows, rows_of_part
 from tests.tiny import tiny_model_dir
 
 
@@ -50,10 +50,12 @@ def test_each_device_is_told_which_targets_are_its_own(parts: int) -> None:
     targets = torch.randint(3, 300, (5, 12), generator=torch.Generator().manual_seed(0))
     targets[0] = targets[3, 2:7] = -100
     places = (targets != -100).flatten().nonzero().squeeze(1)
-    found = [torch.from_numpy(learned_of_part(places.numpy(), (5, 12), part, parts)) for part in range(parts)]
+    rows = [rows_of_part(5, part, parts) for part in range(parts)]
+    found = [torch.from_numpy(learned_of_rows(places.numpy(), mine, 12)) for mine in rows]
     chunks = [(chunk != -100).flatten().nonzero().squeeze(1) for chunk in targets.chunk(parts)]
     assert all(map(torch.equal, found, chunks))
     assert not any(len(rest) for rest in found[len(chunks) :])
+    assert all(torch.equal(targets[mine], chunk) for mine, chunk in zip(rows, chunks, strict=False))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])

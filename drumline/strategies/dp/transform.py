@@ -56,9 +56,10 @@ class Scattered(nn.Module):
         self.over_devices = nn.DataParallel(rows) if device == "cuda" else rows
 
     def forward(self, batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        if isinstance(self.over_devices, nn.DataParallel):  # they are of all rows, and each device has some
-            known = {name: None for name in ("documents", "bounds_N", "learned_M") if hasattr(batch, name)}
-            batch = replace(batch, **known)
+        is_cut = isinstance(self.over_devices, nn.DataParallel) and len(self.over_devices.device_ids) > 1
+        if is_cut and hasattr(batch, "learned_M"):
+            # They are of all rows. The host tells each device which targets are its own: a device would have to be asked, and waited for.
+            batch = replace(batch, bounds_N=None, learned_M=None)
         tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if isinstance(getattr(batch, f.name), torch.Tensor)}
         loss_sums, sums = self.over_devices(tensors, batch, objective)
         return loss_sums.sum(), {name: values.sum() for name, values in sums.items()}
@@ -73,24 +74,28 @@ class _Rows(nn.Module):
 
     def forward(self, tensors: dict[str, torch.Tensor], batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         part = replace(batch, **tensors)
-        is_cut = getattr(batch, "learned_M", None) is None
-        places_M = getattr(batch, "learned_on_host_M", None)
-        if is_cut and places_M is not None:
+        if _is_cut(batch):
+            rows, width = batch.targets_BT.shape
             device = part.targets_BT.device
-            mine_M = learned_of_part(places_M, batch.targets_BT.shape, device.index, torch.cuda.device_count())
-            part = replace(part, learned_M=copy_without_wait(torch.from_numpy(mine_M), device))
+            mine = rows_of_part(rows, device.index, torch.cuda.device_count())
+            learned_M = torch.from_numpy(learned_of_rows(batch.learned_on_host_M, mine, width))
+            part = replace(part, documents=batch.documents[mine], learned_M=copy_without_wait(learned_M, device))
         loss_sum, sums = self.module(part, objective)
         return loss_sum[None], {name: value[None] for name, value in sums.items()}
 
 
-def learned_of_part(places_M: npt.NDArray[np.int64], shape: tuple[int, int], part: int, parts: int) -> npt.NDArray[np.int64]:
-    """Return the places of the targets in one part of the rows of [B, T] = `shape`, by those of the whole.
+def _is_cut(batch: Any) -> bool:
+    """Return whether `Scattered` has taken from a batch what holds for all of its rows alone."""
+    return getattr(batch, "learned_on_host_M", None) is not None and batch.learned_M is None
 
-    nn.DataParallel cuts rows as torch.chunk does: equal parts, of which the last may be shorter. The host knows the places, and
-    does not wait for a device to count them.
-    """
-    rows, width = shape
-    part_size = math.ceil(rows / parts) * width
-    first = part * part_size
-    is_here_M = (places_M >= first) & (places_M < first + part_size)
-    return places_M[is_here_M] - first
+
+def rows_of_part(rows: int, part: int, parts: int) -> slice:
+    """Return the rows that nn.DataParallel gives to a device. It cuts as torch.chunk does: the last parts may be shorter, or empty."""
+    part_rows = math.ceil(rows / parts)
+    return slice(part * part_rows, (part + 1) * part_rows)
+
+
+def learned_of_rows(places_M: npt.NDArray[np.int64], rows: slice, width: int) -> npt.NDArray[np.int64]:
+    """Return those of some places in [B, `width`] that lie in `rows`, as places in these rows."""
+    is_here_M = (places_M >= rows.start * width) & (places_M < rows.stop * width)
+    return places_M[is_here_M] - rows.start * width
