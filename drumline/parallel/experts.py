@@ -86,10 +86,10 @@ class _Experts(NamedTuple):
         sent_RE = load_E.view(ranks, self.number)
         arriving_RE = torch.empty_like(sent_RE)
         dist.all_to_all_single(arriving_RE, sent_RE, group=group)
-        # The host has to know how many rows come, to make room for them and to say so to the all-to-all, whose sizes NCCL takes from it.
-        # Room for the most that may come would spare this wait, and would send and multiply up to R times the rows. The wait is the only
-        # one of this file, once a layer and forward. torch's grouped products have some of their own where weights are not bf16, two in a
-        # forward and four in a backward: it multiplies expert by expert then, by bounds that the host reads.
+        # The layer's one wait: the host has to know how many rows come, to make room for them, and since NCCL takes the sizes of an
+        # all-to-all from it. Room for the most that may come would spare the wait, and send and multiply up to `ranks` times the rows.
+        # Where weights are not bf16 (under autocast they are fp32), torch's grouped products wait as well: each multiplies expert by
+        # expert then, by bounds that the host reads, two in a forward and four in a backward.
         sends, arrives = torch.stack([sent_RE.sum(1), arriving_RE.sum(1)]).tolist()
         rows_SD = all_to_all_single_autograd(hidden_ND[order // choices], arrives, sends, group)
         expert_S = torch.arange(self.number, device=order.device).repeat(ranks)
