@@ -60,7 +60,10 @@ class SequencePart:
         is_chosen = np.zeros(rows * width, bool)
         is_chosen[places_M] = True
         of_part = is_chosen.reshape(rows, number, -1)[:, self.stretches[self.index]]
-        return copy_without_wait(torch.from_numpy(np.flatnonzero(of_part)), like_BT.device)
+        places = torch.from_numpy(np.flatnonzero(of_part))
+        if like_BT.is_cuda:
+            places = places.pin_memory()
+        return places.to(like_BT.device, non_blocking=like_BT.is_cuda)
 
     def gather(self, part_Bt: torch.Tensor) -> torch.Tensor:
         """[B, T] on every rank from each rank's [B, t]. Each rank gets the gradient of its own part (see `_Total`). Collective."""
@@ -80,13 +83,6 @@ class SequencePart:
         """Σ over the parts, the same on every rank; its gradient goes only into this rank's summand. Collective."""
         total: torch.Tensor = _Total.apply(part_sum, self.group)
         return total
-
-
-def copy_without_wait(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy of a tensor of the host on `device`; from page-locked memory, so that the host does not wait for a GPU."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class _Total(torch.autograd.Function):

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from drumline.core.plan import Plan
-from drumline.models.sequence import copy_without_wait
 from drumline.models.shards import Values
 from drumline.parallel.data_parallel import Unreplicated
 from drumline.parallel.plain import Plain
@@ -79,7 +78,7 @@ class _Rows(nn.Module):
             device = part.targets_BT.device
             mine = rows_of_part(rows, device.index, torch.cuda.device_count())
             learned_M = torch.from_numpy(learned_of_rows(batch.learned_on_host_M, mine, width))
-            part = replace(part, documents=batch.documents[mine], learned_M=copy_without_wait(learned_M, device))
+            part = replace(part, documents=batch.documents[mine], learned_M=learned_M).to(device)
         loss_sum, sums = self.module(part, objective)
         return loss_sum[None], {name: value[None] for name, value in sums.items()}
 
