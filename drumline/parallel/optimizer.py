@@ -143,9 +143,9 @@ def masks(optimizer: torch.optim.Optimizer, device: str) -> bool:
     """Return whether a step leaves all as it is where `found_inf`, on `device`, is 1, so that the host need not know it.
 
     Fused kernels do so, and Muon; but kernels of another device read what may not have come there yet. For the others the host decides.
-    Nothing would be won by masks: Lion, Adafactor and AdamW in pure bf16 are bound by memory, and would read and write each gradient once
-    more, which takes longer than the wait; the latter two also count their steps on the host, for rates and noise. The optimizers of
-    torchao and schedulefree, and a user's own, cannot be told.
+    Masks would win nothing there. Lion, Adafactor and AdamW in pure bf16 are bound by memory: they would read and write each gradient
+    once more, which of large weights takes longer than the wait should. The latter two also count their steps on the host, for rates
+    and noise. The optimizers of torchao and schedulefree, and a user's own, cannot be told.
     """
     if isinstance(optimizer, Joined):
         return all(masks(part, device) for part in optimizer.parts)
