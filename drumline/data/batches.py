@@ -121,7 +121,8 @@ class TokenBatch(Batch):
 
     What the host would have to wait for a device to count, it counts here: `documents`, the lengths of each row's segments; `bounds_N`
     int32, where they begin in all rows end to end, padding as a segment of its own, B × T last; `learned_M` int64, the places of targets
-    in them. None: not known, as where a batch was cut. `shared`: the same tokens, where rows have prompts in common.
+    in them. None: not known. `learned_on_host_M`: the same numbers, on the host wherever the batch is, for who cuts the batch.
+    `shared`: the same tokens, where rows have prompts in common.
     """
 
     input_ids_BT: torch.Tensor
@@ -132,6 +133,7 @@ class TokenBatch(Batch):
     documents: tuple[tuple[int, ...], ...] | None = field(default=None, kw_only=True)
     bounds_N: torch.Tensor | None = field(default=None, kw_only=True)
     learned_M: torch.Tensor | None = field(default=None, kw_only=True)
+    learned_on_host_M: Tokens | None = field(default=None, kw_only=True)
     shared: SharedPrompts | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -175,9 +177,15 @@ def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | 
             positions[index, start:] = np.arange(width - start)
             start = stop
     real = torch.tensor([0 if row is None else length for row, length in zip(rows, lengths, strict=True)])
-    learned = torch.from_numpy(np.flatnonzero(targets != IGNORE))
+    learned = np.flatnonzero(targets != IGNORE)
     documents = tuple(tuple(len(tokens) for tokens, _ in row or () if len(tokens)) for row in rows)
-    known: dict[str, Any] = {"lengths_B": real, "documents": documents, "bounds_N": bounds(documents, width), "learned_M": learned}
+    known: dict[str, Any] = {
+        "lengths_B": real,
+        "documents": documents,
+        "bounds_N": bounds(documents, width),
+        "learned_M": torch.from_numpy(learned),
+        "learned_on_host_M": learned,
+    }
     return TokenBatch(torch.from_numpy(ids), torch.from_numpy(targets), torch.from_numpy(positions), len(learned), **known)
 
 

@@ -43,6 +43,26 @@ def from_all(mine: T) -> list[T]:
     return everyone
 
 
+class LateNumber:
+    """A number of a device, on its way to the host, which can go on in the meantime and read it later."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        """`value`: a scalar. What the device is given from here on does not delay it."""
+        self.value = value
+        self.arrived: torch.cuda.Event | None = None
+        if value.is_cuda:
+            self.value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def read(self) -> bool | float:
+        """Return the number; the host waits until it is there."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        number: bool | float = self.value.item()
+        return number
+
+
 class Gather:
     """Names for the slots of one summed vector, so that a step needs one small collective."""
 

@@ -43,7 +43,7 @@ class Outputs:
     logits_BC: torch.Tensor | None = None  # of a classifier: C classes for each of B samples
     router_logits: Sequence[torch.Tensor] = ()  # with a router loss: for each layer [B × T, E] of this part
     fused: bool = False  # by Liger's kernel, where the head is whole
-    targets: tuple[torch.Tensor, torch.Tensor] | None = None  # the batch's, and the places of those that are learned, int64[M]
+    targets: tuple[torch.Tensor, torch.Tensor] | None = None  # the batch's, and the places in this part of those that are learned, int64[M]
 
     def class_logits(self) -> torch.Tensor:
         """float[B, C]: a classifier's logits, whole on every rank that shares the samples."""
@@ -94,8 +94,8 @@ class Outputs:
         return self.hidden_BTD.flatten(0, 1), self.weight_VD, self.bias_V
 
     def _learned(self, targets_BT: torch.Tensor) -> torch.Tensor | None:
-        """The places of targets, where the host has counted them: of the whole batch."""
-        return self.targets[1] if self.targets and self.targets[0] is targets_BT and self.sequence is None else None
+        """The places of targets in this part, where the host has counted them: of the batch's own targets."""
+        return self.targets[1] if self.targets and self.targets[0] is targets_BT else None
 
     def _cut(self, whole_BT: torch.Tensor) -> torch.Tensor:
         return whole_BT if self.sequence is None else self.sequence.cut(whole_BT)
@@ -205,10 +205,8 @@ def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, s
         inputs = hooks.enter_context(attending(model, shared or batch, sequence))
         inputs |= {"output_router_logits": True} if trains_router(model) else {}
         made = (model if parts is None else parts[0])(**inputs, use_cache=False)
-    learned_M = getattr(batch, "learned_M", None)
-    targets = None if learned_M is None else (batch.targets_BT, learned_M)
     fused, routers = getattr(model, "_drumline_fused", False), getattr(made, "router_logits", None) or ()
-    known = Outputs(score=score, sequence=sequence, router_logits=routers, fused=fused, targets=targets)
+    known = Outputs(score=score, sequence=sequence, router_logits=routers, fused=fused, targets=_known_targets(batch, sequence))
     if parts is None:
         return replace(known, logits_BTV=made.logits, hidden_BTD=seen[0] if seen else None)
     hidden_BTD = made.last_hidden_state
@@ -226,6 +224,18 @@ def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, s
         return replace(known, weight_VD=weight, bias_V=bias)
     part = VocabularyPart(weight.device_mesh.get_group(), first_row(weight.shape[0], weight.device_mesh))
     return replace(known, weight_VD=weight.to_local(), bias_V=bias.to_local() if isinstance(bias, DTensor) else bias, part=part)
+
+
+def _known_targets(batch: Any, sequence: SequencePart | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return a batch's targets and the places of those that are learned, in this rank's part; None where the host has not counted them."""
+    learned_M = getattr(batch, "learned_M", None)
+    if learned_M is None:
+        return None
+    if sequence is None:
+        return batch.targets_BT, learned_M
+    if batch.learned_on_host_M is None:
+        return None
+    return batch.targets_BT, sequence.places(batch.learned_on_host_M, batch.targets_BT)
 
 
 def gather_for_objective(head: nn.Linear) -> None:

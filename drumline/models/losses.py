@@ -281,7 +281,10 @@ def _cast(weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> tuple
 
 
 def _learned(targets_N: Tensor) -> Tensor:
-    """Indices of the rows with a target. On a GPU the host waits for their number."""
+    """Indices of the rows with a target. On a GPU the host waits for their number: who knows it, gives `learned_M`.
+
+    That is each batch that was collated, also cut into parts. What comes here is targets that were made on the device.
+    """
     return (targets_N != IGNORE).nonzero().squeeze(1)
 
 

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -47,6 +49,21 @@ class SequencePart:
         # Not by a list of places: torch would copy it to the device, and the host would wait.
         stretches = whole_BT.unflatten(1, (number, -1)).unbind(1)
         return torch.cat([stretches[place] for place in self.stretches[self.index]], 1)
+
+    def places(self, places_M: npt.NDArray[np.int64], like_BT: torch.Tensor) -> torch.Tensor:
+        """Return those of some places, int64[M] in the B × T of the whole, that lie in this part, as places in its B × t.
+
+        The host counts them, so it does not wait for the device of `like_BT`, a tensor of that B × T.
+        """
+        rows, width = like_BT.shape
+        number = sum(map(len, self.stretches))
+        is_chosen = np.zeros(rows * width, bool)
+        is_chosen[places_M] = True
+        of_part = is_chosen.reshape(rows, number, -1)[:, self.stretches[self.index]]
+        places = torch.from_numpy(np.flatnonzero(of_part))
+        if like_BT.is_cuda:
+            places = places.pin_memory()
+        return places.to(like_BT.device, non_blocking=like_BT.is_cuda)
 
     def gather(self, part_Bt: torch.Tensor) -> torch.Tensor:
         """[B, T] on every rank from each rank's [B, t]. Each rank gets the gradient of its own part (see `_Total`). Collective."""

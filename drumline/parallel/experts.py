@@ -86,7 +86,10 @@ class _Experts(NamedTuple):
         sent_RE = load_E.view(ranks, self.number)
         arriving_RE = torch.empty_like(sent_RE)
         dist.all_to_all_single(arriving_RE, sent_RE, group=group)
-        # The host has to know how many rows come: the layer's one wait.
+        # The layer's one wait: the host has to know how many rows come, to make room for them, and since NCCL takes the sizes of an
+        # all-to-all from it. Room for the most that may come would spare the wait, and send and multiply up to `ranks` times the rows.
+        # Where weights are not bf16 (under autocast they are fp32), torch's grouped products wait as well: each multiplies expert by
+        # expert then, by bounds that the host reads, two in a forward and four in a backward.
         sends, arrives = torch.stack([sent_RE.sum(1), arriving_RE.sum(1)]).tolist()
         rows_SD = all_to_all_single_autograd(hidden_ND[order // choices], arrives, sends, group)
         expert_S = torch.arange(self.number, device=order.device).repeat(ranks)
@@ -102,6 +105,7 @@ class _Experts(NamedTuple):
             DTensor.from_local(x, self.mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
             for x in (hidden_ND, weights_Nk)
         )
+        # The host waits for the number of this rank's choices, which decides how many rows its experts compute.
         token_S, choice_S = (chosen_Nk // self.number == self.mesh.get_local_rank()).nonzero(as_tuple=True)
         made_SD = self.run(hidden_ND[token_S], chosen_Nk[token_S, choice_S] % self.number) * weights_Nk[token_S, choice_S, None]
         part_ND = torch.zeros_like(hidden_ND).index_add(0, token_S, made_SD.to(hidden_ND.dtype))

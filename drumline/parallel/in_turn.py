@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from drumline.dist.reduce import LateNumber
 from drumline.parallel.muon import Joined
 from drumline.parallel.norms import Squares, add_squares, cut_alike, local
 from drumline.parallel.optimizer import take_step
@@ -42,7 +43,9 @@ class InBackward(Joined):
 
 class OnHost(Joined):
     """Moments and a copy of the weights in host memory, where steps are taken (Ren et al. 2021). Gradients are copied there, all in a row;
-    each parameter is updated when its own has come, and goes back while the next one is updated."""
+    each parameter is updated when its own has come, and goes back while the next one is updated.
+
+    The host waits for each gradient, since it computes with them. Where `found_inf`, a scalar of the device, is 1, it takes no step."""
 
     def __init__(self, named: dict[str, nn.Parameter], build: Build) -> None:
         self.own: dict[nn.Parameter, tuple[nn.Parameter, torch.optim.Optimizer]] = {}
@@ -70,12 +73,16 @@ class OnHost(Joined):
 
     @torch.no_grad()
     def step(self) -> None:
+        passed_over = None if self.found_inf is None else LateNumber(self.found_inf)
         arrived = []
         for parameter, (host, optimizer) in self.own.items():
             if parameter.grad is not None:
                 assert host.grad is not None
                 local(host.grad).copy_(local(parameter.grad), non_blocking=True)
                 arrived.append((parameter, host, optimizer, torch.cuda.current_stream().record_event() if parameter.is_cuda else None))
+        # Read once the gradients are on their way: the device has work while the host finds out.
+        if passed_over is not None and passed_over.read():
+            return
         for parameter, host, optimizer, event in arrived:
             if event is not None:
                 event.synchronize()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,36 @@ from drumline.vendor.torch import compute_local_shape_and_global_offset, orthogo
 COEFFICIENTS, STEPS, EPSILON = (3.4445, -4.7750, 2.0315), 5, 1e-7  # those of torch.optim.Muon
 
 
+class _Mask(NamedTuple):
+    """Whether a step is taken, as scalars on one device, so that the host need not know: bool `is_passed_over`, and `is_taken` 1.0 or 0.0.
+
+    None: it is taken. `shrinks_by`: what weights are multiplied by for their decay.
+    """
+
+    is_passed_over: torch.Tensor | None
+    is_taken: torch.Tensor | None
+    shrinks_by: torch.Tensor | float
+
+    @classmethod
+    def make(cls, found_inf: torch.Tensor | None, device: torch.device, decay: float) -> _Mask:
+        if found_inf is None:
+            return cls(None, None, 1 - decay)
+        found_here = found_inf.to(device)
+        is_taken = 1 - found_here
+        return cls(found_here.bool(), is_taken, 1 - decay * is_taken)
+
+
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024), with the numbers of torch.optim.Muon: Nesterov momentum in fp32, cut as the weight is; Newton-Schulz in
     bf16 on the whole matrix; the rate times 0.2 √(larger side), so that it is AdamW's (Liu et al. 2025).
 
     Matrices of one shape go in turn, one an owner: two all-to-alls in bf16. Where each rank has the whole, it computes all. Where a matrix
     is cut along two axes of the mesh, each rank gathers it.
+
+    `found_inf`: a scalar on the device of the weights. Where it is 1, a step leaves all as it is, as the fused optimizers of torch do.
     """
+
+    found_inf: torch.Tensor | None = None
 
     def __init__(self, groups: list[dict[str, Any]], options: OptimizerConfig) -> None:
         super().__init__(groups, {"lr": options.lr, "momentum": options.momentum, "weight_decay": 0.0})
@@ -31,19 +54,30 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
+            decay = group["lr"] * group["weight_decay"]
+            masks: dict[torch.device, _Mask] = {}
             for together in _rounds([parameter for parameter in group["params"] if parameter.grad is not None]):
-                updates = _orthogonal([self._averaged(parameter, group["momentum"]) for parameter in together], together[0])
+                device = local(together[0]).device
+                if device not in masks:
+                    masks[device] = _Mask.make(self.found_inf, device, decay)
+                mask = masks[device]
+                means = [self._averaged(parameter, group["momentum"], mask) for parameter in together]
+                updates = _orthogonal(means, together[0])
                 for parameter, update in zip(together, updates, strict=True):
-                    weight = local(parameter).mul_(1 - group["lr"] * group["weight_decay"])
-                    weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+                    rate = group["lr"] * 0.2 * math.sqrt(max(parameter.shape))
+                    change = update if mask.is_taken is None else update * mask.is_taken
+                    local(parameter).mul_(mask.shrinks_by).add_(change, alpha=-rate)
 
-    def _averaged(self, parameter: torch.Tensor, momentum: float) -> torch.Tensor:
+    def _averaged(self, parameter: torch.Tensor, momentum: float, mask: _Mask) -> torch.Tensor:
         """This rank's part of a gradient with momentum: bfloat16, as Newton-Schulz takes it."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         assert parameter.grad is not None
         mean, gradient = local(state["momentum_buffer"]), local(parameter.grad)
+        if mask.is_passed_over is not None:
+            # The mean of the mean and itself is the mean, and finite.
+            gradient = torch.where(mask.is_passed_over, mean, gradient)
         mean.lerp_(gradient, 1 - momentum)
         return gradient.lerp(mean, momentum).bfloat16()
 

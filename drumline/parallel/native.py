@@ -16,6 +16,7 @@ from drumline.core.heartbeat import alive, beat
 from drumline.core.plan import Plan
 from drumline.core.rule import plain as plain_mesh
 from drumline.dist.mesh import device_mesh, gradient_group
+from drumline.dist.reduce import LateNumber
 from drumline.dist.seeds import derive
 from drumline.errors import ModelError, PlanError
 from drumline.models import adapters
@@ -265,7 +266,7 @@ class NativeEngine(ForwardEngine):
         if plan.config.compile.optimizer:
             compile_step(self.optimizer)
         self.gathers_fp8 = plan.config.precision.gather == "fp8"
-        self.masks = not isinstance(self.optimizer, OnHost) and masks(self.optimizer, self.device)
+        self.masks = isinstance(self.optimizer, OnHost) or masks(self.optimizer, self.device)
 
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
         outs = []
@@ -308,12 +309,14 @@ class NativeEngine(ForwardEngine):
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         self.statistics.settle(finite)
-        if self.masks or finite:
-            gradients = [local(g) for g in self._gradients()]
-            if self.max_grad_norm is not None and gradients:  # a pipeline's stage may have nothing trainable
-                # As torch.nn.utils.clip_grad_norm_ does it, but by one number: plain and sharded gradients are scaled alike.
-                factor = (self.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
-                foreach_mul_(gradients, factor.to(gradients[0]))
+        # Where the host has to know, it asks before it clips: the device is clipping while the answer comes.
+        late_finite = None if self.masks else LateNumber(finite)
+        gradients = [local(g) for g in self._gradients()]
+        if self.max_grad_norm is not None and gradients:  # a pipeline's stage may have nothing trainable
+            # As torch.nn.utils.clip_grad_norm_ does it, but by one number: plain and sharded gradients are scaled alike.
+            factor = (self.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+            foreach_mul_(gradients, factor.to(gradients[0]))
+        if late_finite is None or late_finite.read():
             if lr is not None:
                 set_rate(self.optimizer, lr)
             if self.masks:

@@ -140,9 +140,21 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def masks(optimizer: torch.optim.Optimizer, device: str) -> bool:
-    """Whether a step leaves all as it is where `found_inf`, on `device`, is 1. Fused kernels do; but those of another device read what may
-    not have come there yet, so the host has to decide."""
-    return all(group.get("fused") and all(local(p).device.type == device for p in group["params"]) for group in optimizer.param_groups)
+    """Return whether a step leaves all as it is where `found_inf`, on `device`, is 1, so that the host need not know it.
+
+    Fused kernels do so, and Muon; but kernels of another device read what may not have come there yet. For the others the host decides.
+    Masks would win nothing there. Lion, Adafactor and AdamW in pure bf16 are bound by memory: they would read and write each gradient
+    once more, which of large weights takes longer than the wait should. The latter two also count their steps on the host, for rates
+    and noise. The optimizers of torchao and schedulefree, and a user's own, cannot be told.
+    """
+    if isinstance(optimizer, Joined):
+        return all(masks(part, device) for part in optimizer.parts)
+    for group in optimizer.param_groups:
+        if any(local(parameter).device.type != device for parameter in group["params"]):
+            return False
+        if not (group.get("fused") or isinstance(optimizer, Muon)):
+            return False
+    return True
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

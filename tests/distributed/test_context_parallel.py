@@ -45,7 +45,9 @@ def made_batch(packed: bool) -> Any:
     targets[0, 4] = targets[1, 8:] = -100
     lengths = ((5, 11), (9, 7)) if packed else ((16,), (16,))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    learned = (targets != -100).flatten().nonzero().squeeze(1)
     known: dict[str, Any] = {"documents": lengths, "bounds_N": bounds(lengths, 16)}
+    known |= {"learned_M": learned, "learned_on_host_M": learned.numpy()}
     return TokenBatch(ids, targets, positions, weight=int((targets != -100).sum()), **known)
 
 
@@ -90,6 +92,11 @@ def apart(kind: str, method: str, packed: bool, by_documents: bool = False) -> f
     loss, correct, gradients = answers(whole, batch, contextlib.nullcontext)
     apply_context_parallel(parted, parted.model, init_device_mesh("cpu", (dist.get_world_size(),)), method, packed)
     assert parted.sequence is not None
+    my_targets = parted.sequence.cut(batch.targets_BT)
+    assert torch.equal(
+        parted.sequence.places(batch.learned_on_host_M, batch.targets_BT),
+        (my_targets != -100).flatten().nonzero().squeeze(1),
+    )
     my_loss, my_correct, my_gradients = answers(parted, batch, parted.sequence.around)
     assert my_correct == correct
     distances = [abs(my_loss - loss) / loss]

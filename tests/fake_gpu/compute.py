@@ -83,6 +83,9 @@ class Computing(TorchDispatchMode):
         if func.namespace in COMPOSITE_NAMESPACES:
             with self:
                 return func(*args, **kwargs)
+        if _may_be_view(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         if _has_no_numbers(func, tensors):
             return func(*args, **kwargs)
         if _is_sized_by_numbers(func, args, kwargs):
@@ -182,6 +185,16 @@ def _name(func: Any) -> str:
 def _is_random(func: Any) -> bool:
     arguments = [argument.name for argument in func._schema.arguments]
     return torch.Tag.nondeterministic_seeded in func.tags or "generator" in arguments
+
+
+@functools.cache
+def _may_be_view(func: Any) -> bool:
+    """Return whether an operator gives a view or a copy, by its arguments: `to`, `reshape`, `contiguous`.
+
+    Their schemas call all of them views. Beneath autograd, as in a kernel that is written in Python,
+    they come here whole; of what they are made, only a copy has numbers.
+    """
+    return func.is_view and func._can_decompose()  # type: ignore[no-any-return]
 
 
 def _has_no_numbers(func: Any, tensors: list[Tensor]) -> bool:

@@ -16,7 +16,7 @@ from drumline.core.model import ModelConfig
 from drumline.data.batches import TokenBatch
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective
-from drumline.strategies.dp.transform import Scattered
+from drumline.strategies.dp.transform import Scattered, learned_of_rows, rows_of_part
 from tests.tiny import tiny_model_dir
 
 
@@ -42,6 +42,20 @@ def copies_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules[replicate.__module__]
     monkeypatch.setattr(module, "_broadcast_coalesced_reshape", copies)
     monkeypatch.setattr(module, "_get_device_index", lambda device, optional: device)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_each_device_is_told_which_targets_are_its_own(parts: int) -> None:
+    """So that the host does not wait for a device to count them."""
+    targets = torch.randint(3, 300, (5, 12), generator=torch.Generator().manual_seed(0))
+    targets[0] = targets[3, 2:7] = -100
+    places = (targets != -100).flatten().nonzero().squeeze(1)
+    rows = [rows_of_part(5, part, parts) for part in range(parts)]
+    found = [torch.from_numpy(learned_of_rows(places.numpy(), mine, 12)) for mine in rows]
+    chunks = [(chunk != -100).flatten().nonzero().squeeze(1) for chunk in targets.chunk(parts)]
+    assert all(map(torch.equal, found, chunks))
+    assert not any(len(rest) for rest in found[len(chunks) :])
+    assert all(map(torch.equal, (targets[mine] for mine in rows), targets.chunk(parts)))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])

@@ -118,7 +118,11 @@ def test_clipping_scales_the_gradient(model_dir: Path) -> None:
     assert moved == pytest.approx(0.1, rel=1e-3)
 
 
-@pytest.mark.parametrize("optimizer", [{"kind": k, "fused": f} for k in ("adamw", "sgd") for f in (True, False)], ids=lambda o: f"{o}")
+NOT_FINITE = [{"kind": kind, "fused": fused} for kind in ("adamw", "sgd") for fused in (True, False)]
+NOT_FINITE += [{"kind": "muon"}, {"offload": True}]
+
+
+@pytest.mark.parametrize("optimizer", NOT_FINITE, ids=lambda o: f"{o}")
 def test_a_step_that_is_not_finite_leaves_everything(model_dir: Path, optimizer: dict[str, Any]) -> None:
     made = engine(model_dir, optimizer=optimizer)
     train(made, 1)

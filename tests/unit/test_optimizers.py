@@ -31,7 +31,7 @@ from drumline.parallel.in_turn import InBackward, OnHost, _on_host
 from drumline.parallel.low import LowAdamW, rounded
 from drumline.parallel.muon import Joined
 from drumline.parallel.norms import global_norm, local, total_norm
-from drumline.parallel.optimizer import as_saved, build_optimizer, load_saved, optimizer_tensors, set_rate, take_step
+from drumline.parallel.optimizer import as_saved, build_optimizer, load_saved, masks, optimizer_tensors, set_rate, take_step
 from drumline.strategies.build import build_engine
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
 from drumline.train.build import Start
@@ -239,6 +239,37 @@ def test_a_fused_part_passes_over_a_step_like_an_optimizer_of_its_own() -> None:
         take_step(joined)  # type: ignore[arg-type]
         stays = [torch.equal(b, p) for b, p in zip(before, (*mine.values(), *others.values()), strict=True)]
         assert all(stays) if found else not any(stays)
+
+
+def as_kept(named: dict[str, nn.Parameter], optimizer: Any) -> dict[str, torch.Tensor]:
+    """Copies of the weights and of what an optimizer keeps."""
+    return {name: tensor.detach().clone() for name, tensor in {**named, **optimizer_tensors(optimizer, named)}.items()}
+
+
+@pytest.mark.parametrize("kind", ["muon", "on host"])
+def test_a_step_that_is_passed_over_leaves_all_as_it_was(kind: str) -> None:
+    """The host need not know: the number lies where the weights do. A step that is taken is the one without it."""
+    named, others = parameters(), parameters()
+    made = []
+    for mine in (named, others):
+        options = OptimizerConfig(kind="adamw" if kind == "on host" else kind, lr=0.01, weight_decay=0.1)
+        plain = lambda some, own=options: build_optimizer(some, own, matrices=MATRICES)  # noqa: E731
+        made.append(OnHost(mine, plain) if kind == "on host" else plain(mine))
+    told, untold = made
+    assert kind == "on host" or masks(told, "cpu")
+    told.found_inf = torch.tensor(0.0)
+    for optimizer, mine in ((told, named), (untold, others)):
+        learn(mine, optimizer, range(2))
+    for name in SHAPES:
+        torch.testing.assert_close(named[name], others[name], rtol=1e-6, atol=1e-7)
+    before = as_kept(named, told)
+    told.found_inf = torch.tensor(1.0)
+    for parameter in named.values():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    take_step(told)
+    after = as_kept(named, told)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 def test_groups_have_rates_and_decay_of_their_own() -> None:

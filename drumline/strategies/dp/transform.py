@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -52,9 +55,10 @@ class Scattered(nn.Module):
         self.over_devices = nn.DataParallel(rows) if device == "cuda" else rows
 
     def forward(self, batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        if isinstance(self.over_devices, nn.DataParallel):  # the rows of a part are not known to the host
-            known = {name: None for name in ("documents", "bounds_N", "learned_M") if hasattr(batch, name)}
-            batch = replace(batch, **known)
+        is_cut = isinstance(self.over_devices, nn.DataParallel) and len(self.over_devices.device_ids) > 1
+        if is_cut and hasattr(batch, "learned_M"):
+            # They are of all rows. The host tells each device which targets are its own: a device would have to be asked, and waited for.
+            batch = replace(batch, bounds_N=None, learned_M=None)
         tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if isinstance(getattr(batch, f.name), torch.Tensor)}
         loss_sums, sums = self.over_devices(tensors, batch, objective)
         return loss_sums.sum(), {name: values.sum() for name, values in sums.items()}
@@ -68,5 +72,29 @@ class _Rows(nn.Module):
         self.module = module
 
     def forward(self, tensors: dict[str, torch.Tensor], batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss_sum, sums = self.module(replace(batch, **tensors), objective)
+        part = replace(batch, **tensors)
+        if _is_cut(batch):
+            rows, width = batch.targets_BT.shape
+            device = part.targets_BT.device
+            mine = rows_of_part(rows, device.index, torch.cuda.device_count())
+            learned_M = torch.from_numpy(learned_of_rows(batch.learned_on_host_M, mine, width))
+            part = replace(part, documents=batch.documents[mine], learned_M=learned_M).to(device)
+        loss_sum, sums = self.module(part, objective)
         return loss_sum[None], {name: value[None] for name, value in sums.items()}
+
+
+def _is_cut(batch: Any) -> bool:
+    """Return whether `Scattered` has taken from a batch what holds for all of its rows alone."""
+    return getattr(batch, "learned_on_host_M", None) is not None and batch.learned_M is None
+
+
+def rows_of_part(rows: int, part: int, parts: int) -> slice:
+    """Return the rows that nn.DataParallel gives to a device. It cuts as torch.chunk does: the last parts may be shorter, or empty."""
+    part_rows = math.ceil(rows / parts)
+    return slice(part * part_rows, (part + 1) * part_rows)
+
+
+def learned_of_rows(places_M: npt.NDArray[np.int64], rows: slice, width: int) -> npt.NDArray[np.int64]:
+    """Return those of some places in [B, `width`] that lie in `rows`, as places in these rows."""
+    is_here_M = (places_M >= rows.start * width) & (places_M < rows.stop * width)
+    return places_M[is_here_M] - rows.start * width
