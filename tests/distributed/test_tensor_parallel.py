@@ -87,6 +87,7 @@ KINDS = {
     "experts": Kind("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "shared experts": Kind("qwen2_moe", {**MIXTURE, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}),
     "queries, keys and values in one": Kind("gpt2", GPT2),
+    "activation with weights": Kind("apertus"),
     "stream": Kind("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, stream=True),
     "stream, checkpointed": Kind("qwen3", {"head_dim": 8}, checkpointing=True, stream=True),
     "stream, compiled": Kind("llama", {"num_hidden_layers": 1}, compiled=True, stream=True),
