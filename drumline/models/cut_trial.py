@@ -202,7 +202,7 @@ def _of_part(name: str, layer: nn.Module, ranks: int, graph: _Graph) -> Callable
     return run
 
 
-def _pass_tokens_on(hidden: Tensor, *_others: Any) -> Tensor:
+def _pass_tokens_on(hidden: Tensor, *_choices: Any) -> Tensor:
     """Return a new tensor of what experts would give: as many features as they take."""
     return hidden * 1
 
