@@ -186,9 +186,12 @@ def _part_of_outputs(
     return run
 
 
-def _of_part(name: str, layer: nn.Module, ranks: int, graph: _Graph) -> Callable[..., Tensor]:
+def _of_part(name: str, layer: Any, ranks: int, graph: _Graph) -> Callable[..., Tensor]:
     forward = layer.forward
-    features: int = layer.in_features if isinstance(layer, nn.Linear) else layer.weight.shape[0]  # type: ignore[union-attr,assignment,index]
+    if isinstance(layer, nn.Linear):
+        features = layer.in_features
+    else:  # GPT-2's layers have inputs first
+        features = int(layer.weight.shape[0])
     expected = math.ceil(features / ranks)
 
     def run(x: Tensor) -> Tensor:
