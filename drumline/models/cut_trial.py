@@ -177,6 +177,8 @@ def _whole(forward: Callable[..., Tensor], graph: _Graph) -> Callable[..., Tenso
 def _part_of_outputs(
     forward: Callable[..., Tensor], ranks: int, graph: _Graph
 ) -> Callable[..., Tensor]:
+    """The forward of a layer cut by rows, of which a rank has the first part."""
+
     def run(x: Tensor) -> Tensor:
         whole = forward(x)
         part = whole[..., : math.ceil(whole.shape[-1] / ranks)]
@@ -232,9 +234,9 @@ def _judge(trial: Any, graph: _Graph) -> CutTrial:
             return CutTrial(
                 failure="its code mixes whole tensors with parts, and would lack gradients"
             )
-        weight = getattr(node, "variable", None)
-        if weight is not None:
-            modules.append(names[id(weight)].rpartition(".")[0])
+        name = names.get(id(getattr(node, "variable", None)))
+        if name is not None:
+            modules.append(name.rpartition(".")[0])
     return CutTrial(on_parts=tuple(dict.fromkeys(modules)))
 
 
