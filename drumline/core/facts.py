@@ -61,6 +61,7 @@ class ModelFacts:
     head_dim: int = 0  # entries of an attention head
     tp_styles: frozenset[str] = frozenset()
     tp_cuts_heads: bool = False
+    tp_failure: str = ""  # why the model's own code does not run on one rank's part; empty where it does, or is not known
     batch_norms: int = 0
     classes: frozenset[str] = frozenset()
     frozen: int = 0  # of the parameters, those that are not trained (adapters lie over them)

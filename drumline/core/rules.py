@@ -287,6 +287,8 @@ def _tensor_parallel(case: Case) -> Iterator[Refusal]:
     if unknown := sorted(facts.tp_styles - TP_STYLES):
         reason = f"this model's tensor-parallel plan has styles that are not built: {', '.join(unknown)}"
         yield Refusal("tp × the model's plan", reason, "use strategy=fsdp2")
+    if facts.tp_failure:
+        yield Refusal("tp × the model's code", facts.tp_failure, "use strategy=fsdp2")
     if "experts" in facts.tp_styles and facts.experts % tp:
         yield Refusal("tp × experts", f"{facts.experts} experts do not divide by tp", "choose a tp that divides their number")
     if facts.tp_cuts_heads and (facts.heads % tp or facts.kv_heads % tp):

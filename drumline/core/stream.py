@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 # is cut only where the user says so.
 PROVEN = frozenset(
     (
-        "apertus", "arcee", "bert", "cohere", "cohere2", "cohere2_moe", "cwm", "ernie4_5",
+        "apertus", "arcee", "bert", "cohere", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5",
         "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_unified_text", "glm",
-        "glm4", "glm4_moe", "gpt2", "granite", "helium", "hyperclovax", "internlm3",
-        "iquestcoder", "jais2", "laguna", "llama", "mellum", "minimax_m2", "ministral3",
-        "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi3",
-        "qwen2", "qwen3", "qwen3_moe",
+        "glm4", "glm4_moe", "gpt2", "gpt_neox", "granite", "helium", "hy_v3", "hyperclovax",
+        "internlm3", "iquestcoder", "jais2", "kolibri1", "laguna", "llama", "mellum", "minimax_m2",
+        "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2",
+        "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
+        "starcoder2", "vaultgemma",
     )
 )  # fmt: skip
 

@@ -216,6 +216,10 @@ def tensor_plan(model: Any) -> dict[str, str]:
     return {name: style for name, style in (styles | dict.fromkeys(experts, "experts")).items() if style is not None}
 
 
+# A module of such layers alone gives each rank all that it computes.
+WHOLE_OUTPUTS = {"colwise_gather_output", "colwise_rep", "replicate", "replicated_with_grad_allreduce"}
+
+
 def regions(model: Any) -> list[str]:
     """The modules whose layers begin with columns of a tensor-parallel plan: attentions and feed-forwards."""
     starts = (name.rpartition(".")[0] for name, style in tensor_plan(model).items() if style in ROWS_CUT)
@@ -244,6 +248,10 @@ def whole_stream(model: Any) -> str:
     if block_list(model) is None or not (plan := tensor_plan(model)):
         return "it has no single list of blocks, or no plan for them"
     modules, inside = dict(model.named_modules()), regions(model)
+    for name in inside:
+        styles = {style for layer, style in plan.items() if layer.startswith(f"{name}.")}
+        if styles and styles <= WHOLE_OUTPUTS:
+            return f"{type(modules[name]).__name__} of its blocks gives whole sequences"
     for block in blocks_in_a_row(model).values():
         if any(modules[name] is block for name in inside):
             return "the layers of its blocks are in no modules of their own"

@@ -33,6 +33,7 @@ from drumline.models.blocks import (
     whole_stream,
 )
 from drumline.models.classes import LM, auto_class, bidirectional, is_encoder, is_vision_language, of_layers
+from drumline.models.cut_trial import try_cut
 from drumline.models.files import check_counts, check_folder, from_hub, hub_options
 from drumline.models.freeze import freeze
 from drumline.models.router import trains_router
@@ -254,6 +255,7 @@ def _cuts(model: Any) -> dict[str, Any]:
         "tp_styles": frozenset(cut.values()),
         # False where the projections of attention are gathered.
         "tp_cuts_heads": any(style == "colwise" and ("attn" in name or "attention" in name) for name, style in cut.items()),
+        "tp_failure": try_cut(model).failure,
         "needs_mask": needs_mask(model),
         "whole_stream": whole_stream(model),
         "whole_sequences": whole_sequences(model),

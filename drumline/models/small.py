@@ -89,11 +89,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
 def small_copy(model: Any, device: str, least: int = 1) -> Any:
     """A model of the class of `model` in eval mode, fp32, with random weights: enough of its first layers to have every kind of layer
     (at least `least`), few tokens, narrow feed-forward layers, the same attention. Leaves the random state unchanged."""
-    text = model.config.get_text_config()
-    language = model.get_decoder() if getattr(model.config, "vision_config", None) is not None else model
-    kinds = [tuple(type(module).__name__ for module in block.modules()) for block in blocks(language)]  # of each block
-    layers = max(_first_of_each(kinds), _first_of_each(getattr(text, "layer_types", None) or ()), least)
-    layers = min(layers, text.num_hidden_layers)  # embeddings may count as a block, as ModernBERT's do
+    layers = _layers_of_every_kind(model, least)
     with drawing(0):
         try:
             built = type(model)(_cut(model.config, layers, narrow=True))
@@ -101,6 +97,19 @@ def small_copy(model: Any, device: str, least: int = 1) -> Any:
             logger.info("%s cannot be built narrow (%s): tried with full widths", type(model).__name__, error)
             built = type(model)(_cut(model.config, layers, narrow=False))
     return built.eval().to(device)
+
+
+def with_few_layers(model: Any) -> Any:
+    """Return a copy of a model's config with so few layers that every kind of layer is there."""
+    return _cut(model.config, _layers_of_every_kind(model, 1), narrow=False)
+
+
+def _layers_of_every_kind(model: Any, least: int) -> int:
+    text = model.config.get_text_config()
+    language = model.get_decoder() if getattr(model.config, "vision_config", None) is not None else model
+    kinds = [tuple(type(module).__name__ for module in block.modules()) for block in blocks(language)]  # of each block
+    layers = max(_first_of_each(kinds), _first_of_each(getattr(text, "layer_types", None) or ()), least)
+    return min(layers, text.num_hidden_layers)  # embeddings may count as a block, as ModernBERT's do
 
 
 def _cut(config: Any, layers: int, narrow: bool) -> Any:

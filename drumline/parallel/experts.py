@@ -118,11 +118,11 @@ def with_weights(module: nn.Module, forward: Callable[..., Any], change: Callabl
     They are taken from the module at each call: FSDP2 puts others there for as long as a forward runs.
     """
 
-    def run(*inputs: Any) -> Any:
+    def run(*inputs: Any, **options: Any) -> Any:
         own = {name: weight for name, weight in module._parameters.items() if weight is not None}
         module._parameters.update({name: change(weight) for name, weight in own.items()})  # type: ignore[misc]
         try:
-            return forward(*inputs)
+            return forward(*inputs, **options)
         finally:
             module._parameters.update(own)
 

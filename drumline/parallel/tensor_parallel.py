@@ -26,6 +26,7 @@ from drumline.core.facts import ROWS_CUT, TP_STYLES
 from drumline.dist.mesh import first_row
 from drumline.errors import PlanError
 from drumline.models.blocks import blocks_in_a_row, cut_layers, regions, tensor_plan, vocabulary, whole_layer
+from drumline.models.cut_trial import weights_on_parts
 from drumline.parallel.experts import apply_experts, with_weights
 from drumline.parallel.norms import local
 
@@ -45,6 +46,8 @@ def apply_tp(model: Any, mesh: DeviceMesh, sequence_parallel: bool = False, keep
     if embedding is not None:
         _cut_vocabulary(whole_layer(embedding), head and whole_layer(head), mesh)
     stream = Stream(mesh, keeps_parts) if sequence_parallel else None
+    if stream is None:  # else all gradients of weights that are not cut are added up
+        plan = dict.fromkeys(weights_on_parts(model), "replicated_with_grad_allreduce") | plan
     _require_untied(model, [name for name, style in plan.items() if style != "replicate"])
     for name, style in plan.items():
         _cut(model.get_submodule(name), style, mesh, stream)

@@ -53,6 +53,8 @@ class Kind:
     chunk: int = 8
     stream: bool = False
     length: int = 24
+    packed: bool = True
+    without: tuple[str, ...] = ()  # of SIZES, what its config does not have
 
 
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -87,6 +89,7 @@ KINDS = {
     "experts": Kind("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "shared experts": Kind("qwen2_moe", {**MIXTURE, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}),
     "queries, keys and values in one": Kind("gpt2", GPT2),
+    "activation with weights": Kind("apertus"),
     "stream": Kind("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, stream=True),
     "stream, checkpointed": Kind("qwen3", {"head_dim": 8}, checkpointing=True, stream=True),
     "stream, compiled": Kind("llama", {"num_hidden_layers": 1}, compiled=True, stream=True),
@@ -99,40 +102,107 @@ KINDS = {
 
 # What types of models need besides SIZES to be built.
 SMALL_EXPERTS = {**MIXTURE, "moe_intermediate_size": 24}
+ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+DELTA = {
+    "head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 PARTS = {
     "cohere2_moe": {**MIXTURE, "head_dim": 8},
+    "dots1": {**ROUTED, "first_k_dense_replace": 1, "n_shared_experts": 1},
     "flex_olmo": MIXTURE,
     "gemma": {"head_dim": 8},
     "gemma2": {"head_dim": 8},
     "gemma3_text": {"head_dim": 8},
-    "glm4_moe": {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
+    "glm4_moe": {**ROUTED, "first_k_dense_replace": 1},
+    "gpt_neox": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
     "helium": {"head_dim": 8},
+    "hy_v3": {**SMALL_EXPERTS, "head_dim": 8},
+    "kolibri1": {**SMALL_EXPERTS, "head_dim": 8},
     "laguna": {**SMALL_EXPERTS, "head_dim": 8},
     "mellum": {**SMALL_EXPERTS, "head_dim": 8},
-    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "minimax_m2": {**LOCAL, "head_dim": 8},
+    "ministral": {"head_dim": 8},
+    "mixtral": LOCAL,
     "olmoe": MIXTURE,
     "phi3": KINDS["fused projections"].config,
     "qwen3": {"head_dim": 8},
     "qwen3_moe": {**SMALL_EXPERTS, "head_dim": 8},
+    "seed_oss": {"head_dim": 8, "residual_dropout": 0.0, "attention_dropout": 0.0},
+    "vaultgemma": {"head_dim": 8},
+    # Their streams stay whole.
+    "deepseek_v3": {**ROUTED, **LATENT, "first_k_dense_replace": 1},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
+    "exaone_moe": SMALL_EXPERTS,
+    "granitemoe": LOCAL,
+    "granitemoeshared": {**LOCAL, "shared_intermediate_size": 24},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [2, 2], "head_dim": 8},
+    "phimoe": {**LOCAL, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    "solar_open": {**ROUTED, "head_dim": 8},
+    "youtu": LATENT,
+    # And their documents are not kept apart.
+    "afmoe": {**SMALL_EXPERTS, "head_dim": 8, "num_dense_layers": 1},
+    "jamba": {**MIXTURE, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {
+        **SMALL_EXPERTS,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention"],
+    },
+    "minimax": {**LOCAL, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_text": DELTA,
+    "qwen3_next": {**DELTA, **SMALL_EXPERTS, "shared_expert_intermediate_size": 24},
 }
-# Two ranks have other numbers of tokens. BERT is no causal model: test_classify has it.
-OF_TYPES = {
-    f"stream of {name}": Kind(
-        name,
-        GPT2 if name == "gpt2" else {"num_key_value_heads": 4, **PARTS.get(name, {})},
-        stream=True,
-        length=23,
-    )
-    for name in sorted(PROVEN - {"bert"})
+WHOLE_STREAM = {
+    *("deepseek_v3", "ernie4_5_moe", "exaone_moe", "flint", "granitemoe", "granitemoeshared"),
+    *("hunyuan_v1_moe", "phimoe", "solar_open", "youtu"),
 }
+NOT_PACKED = {
+    *("afmoe", "jamba", "lfm2_moe", "minimax", "olmo_hybrid", "qwen3_5_text", "qwen3_next"),
+}
+LACK = {
+    "gpt_neox": ("num_key_value_heads",),
+    "kolibri1": ("intermediate_size",),
+    "solar_open": ("intermediate_size",),
+}
+
+
+def of_type(name: str, stream: bool) -> Kind:
+    """Two ranks of a stream have other numbers of tokens."""
+    if name == "gpt2":
+        config = GPT2
+    else:
+        config = {"num_key_value_heads": 4, **PARTS.get(name, {})}
+    lacks = LACK.get(name, ())
+    config = {key: value for key, value in config.items() if key not in lacks}
+    length = 23 if stream else 24
+    packed = name not in NOT_PACKED
+    return Kind(name, config, stream=stream, length=length, packed=packed, without=lacks)
+
+
+# BERT is no causal model: test_classify has it.
+CAUSAL = sorted(PROVEN - {"bert"})
+WITHOUT_STREAM = sorted({*CAUSAL} | WHOLE_STREAM | NOT_PACKED)
+OF_TYPES = {f"stream of {name}": of_type(name, True) for name in CAUSAL}
+OF_TYPES |= {f"parts of {name}": of_type(name, False) for name in WITHOUT_STREAM}
 KINDS |= OF_TYPES
 
 # What two others show together, or what takes a compiler half a minute: with --full alone.
@@ -163,21 +233,24 @@ AGAIN = (
 )
 
 
-def batch(vocabulary: int, length: int) -> TokenBatch:
-    """Two packs of two documents each, every other target learned."""
+def batch(vocabulary: int, length: int, packed: bool = True) -> TokenBatch:
+    """Two rows of one document, or packs of two documents each, every other target learned."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, vocabulary, (2, length), generator=generator)
     ids[:, 3] = 0
     ids[:, 5] = vocabulary - 7
     targets = ids.roll(-1, 1).masked_fill(torch.arange(length) % 2 == 0, -100)
-    positions = torch.cat([torch.arange(10), torch.arange(length - 10)]).repeat(2, 1)
+    positions = torch.arange(length).repeat(2, 1)
+    if packed:
+        positions[:, 10:] -= 10
     return TokenBatch(input_ids_BT=ids, targets_BT=targets, position_ids_BT=positions, weight=24)
 
 
 def built(kind: Kind) -> Any:
-    model = build_model(
-        None, ModelConfig(config={"model_type": kind.model_type, **({} if kind.model_type == "gpt2" else SIZES), **kind.config}), seed=3
-    )
+    sizes = {} if kind.model_type == "gpt2" else SIZES
+    sizes = {key: value for key, value in sizes.items() if key not in kind.without}
+    config = {"model_type": kind.model_type, **sizes, **kind.config}
+    model = build_model(None, ModelConfig(config=config), seed=3)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -198,7 +271,7 @@ def trained(model: Any, kind: Kind) -> tuple[dict[str, float], dict[str, torch.T
     objective = NextToken(kind.chunk, True).eval_objective
     sums: dict[str, float] = {}
     for _ in range(2):
-        loss, others = module(batch(model.config.vocab_size, kind.length), objective)
+        loss, others = module(batch(model.config.vocab_size, kind.length, kind.packed), objective)
         (loss / 40).backward()
         sums = {"loss": float(loss.detach()), **{name: float(value) for name, value in others.items()}}
     gradients = {}
@@ -213,7 +286,7 @@ def compare(kind: Kind) -> dict[str, Any]:
     """What differs: {} where all is as in one process."""
     expected, whole = trained(built(kind), kind)
     model = built(kind)
-    require_next_token(model, "cpu", packed=True)
+    require_next_token(model, "cpu", packed=kind.packed)
     apply_tp(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), kind.stream, not kind.checkpointing)
     apply_activation_checkpointing(model, "full" if kind.checkpointing else "none")
     apply_compile(model, CompileConfig(enabled=kind.compiled))

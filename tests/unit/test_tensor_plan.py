@@ -61,6 +61,30 @@ def test_refused_before_any_process_starts(values: dict[str, Any], tp: int, says
     check(values, 1)
 
 
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"model_type": "doge", "intermediate_size": 32, **SIZES}, "DogeAttention does not run on a rank's part"),
+        (
+            {"model_type": "llama4_text", "intermediate_size": 32, "num_key_value_heads": 2, "num_local_experts": 2, **SIZES},
+            "Llama4TextExperts does not run on a rank's part of the model: experts are given tokens without choices",
+        ),
+    ],
+)
+def test_a_class_that_does_not_run_on_a_part_is_refused(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=f"tp × the model's code: {says}"):
+        check(values, tp=2)
+    check(values, tp=1)
+
+
+def test_a_whole_tensor_beside_parts_of_heads_is_refused() -> None:
+    """Keys of DeepSeek-V3 have a part that all heads share, whose gradient is the sum over all heads."""
+    plan = {"q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
+    config = load_config(None, ModelConfig(config={"model_type": "deepseek_v3", "num_hidden_layers": 1}))
+    config.base_model_tp_plan = {f"layers.*.self_attn.{name}": style for name, style in plan.items()}
+    assert facts(config, length=8).tp_failure == "its code mixes whole tensors with parts, and would lack gradients"
+
+
 STREAM = {"kind": "tp", "sequence_parallel": True}
 
 
@@ -71,6 +95,11 @@ STREAM = {"kind": "tp", "sequence_parallel": True}
         ({**MIXTRAL, "output_router_logits": True}, {"tp": 2, "strategy": STREAM}, "sequence_parallel × the router loss"),
         ({"model_type": "gpt2", "n_layer": 1, "vocab_size": 64}, {"tp": 2, "strategy": STREAM}, "sequence_parallel × dropout"),
         ({"model_type": "deepseek_v3", "num_hidden_layers": 1}, {"tp": 2, "strategy": STREAM}, "sequence_parallel × the model"),
+        (
+            {"model_type": "qwen3_5_text", "intermediate_size": 32, "num_key_value_heads": 2, **SIZES},
+            {"tp": 2, "strategy": STREAM},
+            "Qwen3_5GatedDeltaNet of its blocks gives whole sequences",
+        ),
         (LLAMA, {"ep": 2}, "ep × the model: it has no experts"),
         (MIXTRAL, {"ep": 3}, "ep × experts: 4 experts do not divide by ep 3"),
         (MIXTRAL, {"ep": 2, "tp": 2}, "ep × tp, cp"),
@@ -89,7 +118,6 @@ def test_what_does_not_go_together_is_one_line(values: dict[str, Any], options: 
 
 
 MACHINE = Machine(devices=[], cores=2, memory_bytes=2**34, device="cpu", bf16=False)
-NOT_PROVEN = {"model_type": "doge", "intermediate_size": 32, **SIZES}
 GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 24, "n_head": 6, "vocab_size": 64}
 WHOLE_INPUTS = {**GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
@@ -135,7 +163,6 @@ def test_the_stream_stays_whole_on_fewer_ranks() -> None:
 @pytest.mark.parametrize(
     ("values", "sections", "says"),
     [
-        (NOT_PROVEN, {}, "not proven for models of type doge"),
         ({**MIXTRAL, "output_router_logits": True}, {}, "all tokens of a document"),
         (GPT2, {}, "drop the same places"),
         ({"model_type": "deepseek_v3", "num_hidden_layers": 1, "vocab_size": 64}, {}, "Linear of its blocks"),
@@ -147,6 +174,14 @@ def test_the_stream_stays_whole_for_a_reason(values: dict[str, Any], sections: d
     assert plan.stream_parts == 1
     (line,) = (line for line in plan.why if "sequence_parallel" in line)
     assert line.startswith("sequence_parallel off: ") and says in line
+
+
+def test_the_stream_of_a_type_that_is_not_proven_stays_whole() -> None:
+    sizes = replace(sizes_of(LLAMA), name="another")
+    plan = planned(LLAMA, {"kind": "tp", "degree": 2}, sizes)
+    assert plan.stream_parts == 1
+    (line,) = (line for line in plan.why if "sequence_parallel" in line)
+    assert line == "sequence_parallel off: it is not proven for models of type another"
 
 
 def test_the_stream_of_one_model_keeps_those_of_all_whole() -> None:

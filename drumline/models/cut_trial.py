@@ -1,0 +1,254 @@
+"""A trial of one tensor-parallel rank's part of a model, on the meta device and without other ranks.
+
+Layers that a plan cuts give and take as many features as one rank has. The trial shows whether the
+model's own code runs on these, and which weights it uses on them. Each rank holds such a weight whole,
+and its gradient is the sum over the ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.core.facts import COLUMNS_CUT, ROWS_CUT, TP_STYLES
+from drumline.dist.seeds import drawing
+from drumline.errors import PlanError
+from drumline.foreign import first_line
+from drumline.models.blocks import blocks, expert_modules, tensor_plan, vocabulary
+from drumline.models.classes import of_layers
+from drumline.models.small import with_few_layers
+
+TOKENS = 8
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CutTrial:
+    """What a trial found.
+
+    `failure`: why the model's code does not work on a rank's part; empty where it does, or where that
+    is not known.
+    `on_parts`: names of the modules whose own weights are whole and act on tensors that are cut.
+    """
+
+    failure: str = ""
+    on_parts: tuple[str, ...] = ()
+
+
+@dataclass
+class _Graph:
+    """Nodes of the autograd graph of a trial.
+
+    `parts`: of tensors whose features are cut. `wholes`: of those that each rank has whole. `ends`: of
+    what layers cut by columns take, which is cut, too.
+    """
+
+    parts: set[Any] = field(default_factory=set)
+    wholes: set[Any] = field(default_factory=set)
+    ends: set[Any] = field(default_factory=set)
+
+
+def try_cut(model: Any) -> CutTrial:
+    """Return what a model's code does with one rank's part.
+
+    `model`: it may be on any device, and a stage of a pipeline.
+    """
+    plan = tensor_plan(model)
+    ranks = _smallest_cut(model)
+    if ranks is None or not plan or not TP_STYLES.issuperset(plan.values()):
+        return CutTrial()
+    try:
+        trial = _copy_on_meta(model)
+        # Products of experts need values, and are computed rank by rank in any case.
+        for name in expert_modules(trial):
+            trial.get_submodule(name).forward = _pass_tokens_on
+        _run(trial)
+    except Exception as error:  # noqa: BLE001 - any code may be in a model, and need values
+        logger.debug("%s does not run on the meta device: %s", type(model).__name__, error)
+        return CutTrial()
+    graph = _Graph()
+    try:
+        # The plan of the whole model: a stage of a pipeline has some of its modules.
+        _cut_layers(trial, tensor_plan(trial), ranks, graph)
+        _run(trial)
+    except Exception as error:  # noqa: BLE001 - it did run before it was cut
+        where = _innermost_module(error)
+        return CutTrial(
+            failure=f"{where} does not run on a rank's part of the model: {first_line(error)}"
+        )
+    return _judge(trial, graph)
+
+
+def weights_on_parts(model: Any) -> list[str]:
+    """Return the names of the modules whose own weights are whole on each rank and act on parts.
+
+    The gradient of such a weight on a rank is a summand. Raises PlanError where the model's code does
+    not run on a part.
+    """
+    trial = try_cut(model)
+    if trial.failure:
+        raise PlanError(trial.failure, where="strategy.tp", fix="use strategy=fsdp2")
+    kinds = {_without_number(name) for name in trial.on_parts}
+    return [name for name, _ in model.named_modules() if _without_number(name) in kinds]
+
+
+def _without_number(name: str) -> str:
+    """Return a module's name with a star for the number of its layer."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _smallest_cut(model: Any) -> int | None:
+    """Return the least number of ranks that the model's heads divide by; None where there is none."""
+    if not hasattr(model, "get_input_embeddings"):
+        return None
+    text = model.config.get_text_config()
+    heads = [*of_layers(text, "num_attention_heads"), *of_layers(text, "num_key_value_heads")]
+    common = math.gcd(*(int(number) for number in heads if number))
+    return next((ranks for ranks in range(2, common + 1) if common % ranks == 0), None)
+
+
+def _innermost_module(error: BaseException) -> str:
+    """Return the class of the module in whose code an error was raised."""
+    name = "the model"
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            name = type(module).__name__
+    return name
+
+
+def _copy_on_meta(model: Any) -> Any:
+    is_stage = len(blocks(model)) < model.config.get_text_config().num_hidden_layers
+    config = copy.deepcopy(model.config) if is_stage else with_few_layers(model)
+    # Attention of Drumline's own needs the lengths of documents.
+    config._attn_implementation = "eager"
+    if getattr(config, "output_router_logits", False):  # its loss takes masks of another shape
+        config.output_router_logits = False
+    with drawing(0), torch.device("meta"):
+        built = type(model)(config)
+    return built.eval()
+
+
+def _run(trial: Any) -> None:
+    ids_BT = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
+    # Without a mask, transformers looks at values to make one.
+    mask_B1TT = torch.zeros(1, 1, TOKENS, TOKENS, device="meta", dtype=trial.dtype)
+    with torch.enable_grad():
+        trial(input_ids=ids_BT, attention_mask=mask_B1TT, use_cache=False)
+
+
+def _cut_layers(trial: Any, plan: dict[str, str], ranks: int, graph: _Graph) -> None:
+    """Change the forward of each layer that the plan cuts to that of rank 0."""
+    embedding, _ = vocabulary(trial)
+    embedding.forward = _whole(embedding.forward, graph)
+    for name, style in plan.items():
+        if style in ("replicate", "replicated_with_grad_allreduce"):
+            continue
+        layer = trial.get_submodule(name)
+        if style == "experts":
+            layer.forward = _experts(graph)
+        elif style == "colwise":
+            layer.forward = _part_of_outputs(layer.forward, ranks, graph)
+        elif style == "rowwise":
+            layer.forward = _of_part(name, layer, ranks, graph)
+        else:
+            assert style in ROWS_CUT or style in COLUMNS_CUT
+            layer.forward = _whole(layer.forward, graph)
+
+
+def _whole(forward: Callable[..., Tensor], graph: _Graph) -> Callable[..., Tensor]:
+    def run(*given: Any) -> Tensor:
+        out = forward(*given)
+        graph.wholes.add(out.grad_fn)
+        return out
+
+    return run
+
+
+def _part_of_outputs(
+    forward: Callable[..., Tensor], ranks: int, graph: _Graph
+) -> Callable[..., Tensor]:
+    """The forward of a layer cut by rows, of which a rank has the first part."""
+
+    def run(x: Tensor) -> Tensor:
+        whole = forward(x)
+        part = whole[..., : math.ceil(whole.shape[-1] / ranks)]
+        graph.parts.add(part.grad_fn)
+        return part
+
+    return run
+
+
+def _of_part(name: str, layer: Any, ranks: int, graph: _Graph) -> Callable[..., Tensor]:
+    forward = layer.forward
+    if isinstance(layer, nn.Linear):
+        features = layer.in_features
+    else:  # GPT-2's layers have inputs first
+        features = int(layer.weight.shape[0])
+    expected = math.ceil(features / ranks)
+
+    def run(x: Tensor) -> Tensor:
+        if x.shape[-1] != expected:
+            raise ValueError(f"{name} is given {x.shape[-1]} features and not {expected}")
+        graph.ends.add(x.grad_fn)
+        out: Tensor = forward(nn.functional.pad(x, (0, features - expected)))
+        graph.wholes.add(out.grad_fn)
+        return out
+
+    return run
+
+
+def _pass_tokens_on(hidden: Tensor, *_choices: Any) -> Tensor:
+    """Return a new tensor of what experts would give: as many features as they take."""
+    return hidden * 1
+
+
+def _experts(graph: _Graph) -> Callable[..., Tensor]:
+    """The forward of experts, which take tokens, their choices, and weights of these (`parallel.experts`)."""
+
+    def run(*given: Tensor) -> Tensor:
+        if len(given) != 3:
+            raise ValueError("experts are given tokens without choices")
+        hidden_ND, _, weights_Nk = given
+        out = hidden_ND * weights_Nk.sum(-1, keepdim=True).to(hidden_ND.dtype)
+        graph.wholes.add(out.grad_fn)
+        return out
+
+    return run
+
+
+def _judge(trial: Any, graph: _Graph) -> CutTrial:
+    names = {id(weight): name for name, weight in trial.named_parameters()}
+    modules: list[str] = []
+    for node in _nodes_between(graph):
+        if node in graph.wholes:
+            return CutTrial(
+                failure="its code mixes whole tensors with parts, and would lack gradients"
+            )
+        name = names.get(id(getattr(node, "variable", None)))
+        if name is not None:
+            modules.append(name.rpartition(".")[0])
+    return CutTrial(on_parts=tuple(dict.fromkeys(modules)))
+
+
+def _nodes_between(graph: _Graph) -> Iterator[Any]:
+    """The nodes from layers cut by columns back to layers cut by rows, or to a whole tensor."""
+    waiting = [node for node in graph.ends if node is not None]
+    seen = {*graph.parts}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if node not in graph.wholes:
+            waiting += [source for source, _ in node.next_functions if source is not None]
