@@ -115,6 +115,11 @@ def _lay_over(config: Any, values: dict[str, Any]) -> Any:
     kinds of layers from their number (the pattern is cut, or repeated)."""
     if not values:
         return config
+    kind = values.get("model_type", config.model_type)
+    if kind != config.model_type:
+        what = f"the model's files are of type {config.model_type}, not {kind}"
+        fix = "leave it out, or set model.id: null for a new model of model.config alone"
+        raise ModelError(what, where="model.config.model_type", fix=fix)
     _require_known(config, values)
     width, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
     followed = bool(width and heads and of_layers(config, "head_dim") == [width // heads])

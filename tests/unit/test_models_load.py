@@ -45,6 +45,7 @@ def test_config_is_laid_over_the_models_own(folder: str) -> None:
     assert (config.hidden_size, config.rms_norm_eps, config.num_hidden_layers) == (64, 1e-4, 2)
     assert config.head_dim == 16, "followed from width and heads before, and does again"
     assert load_config(folder, model_of(id=folder, config={"hidden_size": 64, "head_dim": 8})).head_dim == 8
+    assert load_config(folder, model_of(id=folder, config={"model_type": "llama"})).hidden_size == 32
 
 
 def test_kinds_of_layers_follow_their_number(tmp_path: Path) -> None:
@@ -74,7 +75,14 @@ def test_configs_that_are_refused(config: dict[str, Any], says: str) -> None:
     assert says in line(error)
 
 
-@pytest.mark.parametrize(("values", "says"), [({"hiden_size": 8}, "did you mean hidden_size?"), ({"hidden_size": 33}, "not a multiple")])
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"hiden_size": 8}, "did you mean hidden_size?"),
+        ({"hidden_size": 33}, "not a multiple"),
+        ({"model_type": "doge"}, "the model's files are of type llama, not doge"),
+    ],
+)
 def test_values_laid_over_are_checked_too(folder: str, values: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelError) as error:
         load_config(folder, model_of(id=folder, config=values))
