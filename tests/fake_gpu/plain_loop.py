@@ -1,7 +1,7 @@
 """A loop by hand, as torchtitan's: FSDP2 in bf16, fused AdamW, clip_grad_norm_ and a cross-entropy.
 
-`python -m tests.fake_gpu.plain_loop MODEL OUT KIND`, once a rank: trains a Llama on tokens by
-chance and writes what its ledger saw to `OUT/ledger-RANK.json`. The kinds are
+`python -m tests.fake_gpu.plain_loop MODEL OUT KIND...`, once a rank: trains a Llama on tokens by
+chance, anew for each kind, and writes what its ledger saw to `OUT/KIND/ledger-RANK.json`. The kinds:
 
 - `whole`: rows without documents, all logits at once;
 - `chunks`: the same, with the logits of `CHUNK` tokens in memory at once. As Drumline's, its loss
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
@@ -89,7 +89,7 @@ class WithLoss(nn.Module):
         return nn.functional.cross_entropy(out.logits.float().flatten(0, 1), targets_N)
 
 
-def attend_by_documents(model: Any, device: str) -> None:
+def attend_by_documents(model: Any, device: torch.device) -> None:
     """Let a model attend within the documents of packed rows alone."""
     tokens = SAMPLES * LENGTH
     bounds_N = torch.arange(0, tokens + 1, DOCUMENT, dtype=torch.int32, device=device)
@@ -115,12 +115,23 @@ def with_adapters(model: Any) -> Any:
     return get_peft_model(model, LoraConfig(r=RANK_OF_ADAPTERS, target_modules="all-linear"))
 
 
-def main(model_folder: str, out: str, kind: str) -> None:
+def main(model_folder: str, out: str, *kinds: str) -> None:
     rank = int(os.environ["RANK"])
-    torch.cuda.set_device(rank)
-    device = f"cuda:{rank}"
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device(device))
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    for kind in kinds:
+        LEDGER.clear()
+        train(model_folder, kind, device, mesh)
+        folder = Path(out) / kind
+        folder.mkdir(parents=True, exist_ok=True)
+        seen = {**LEDGER.seen(), "peak": torch.cuda.max_memory_allocated()}
+        (folder / f"ledger-{rank}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+def train(model_folder: str, kind: str, device: torch.device, mesh: DeviceMesh) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     positions = None
     if kind == "packed":
@@ -137,7 +148,7 @@ def main(model_folder: str, out: str, kind: str) -> None:
     fully_shard(module, mesh=mesh, mp_policy=policy)
     learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=1e-3, fused=True)
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(STEPS):
         tokens = torch.randint(3, 300, (SAMPLES, LENGTH + 1), generator=generator)
         batch = tokens.pin_memory()
@@ -150,9 +161,6 @@ def main(model_folder: str, out: str, kind: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     LEDGER.begin_step(STEPS)
-    path = Path(out) / f"ledger-{rank}.json"
-    path.write_text(json.dumps({**LEDGER.seen(), "peak": torch.cuda.max_memory_allocated()}))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
