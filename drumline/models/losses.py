@@ -83,7 +83,7 @@ def linear_summed_loss(
         return summed_loss(functional.linear(hidden_ND, weight_VD, bias_V), targets_N)
     rows = _as_options(targets_N, chunk, part, learned_M)
     loss_sum, _ = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, *rows, False)
-    return loss_sum  # type: ignore[no-any-return]
+    return loss_sum
 
 
 def _as_options(
