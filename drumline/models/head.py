@@ -20,7 +20,16 @@ from drumline.dist.mesh import first_row
 from drumline.models import kernels
 from drumline.models.attention import attending
 from drumline.models.classes import bidirectional, ends_in_classes, reads_images
-from drumline.models.losses import Answers, VocabularyPart, cross_entropy, linear_cross_entropy, linear_log_probs, log_probs
+from drumline.models.losses import (
+    Answers,
+    VocabularyPart,
+    cross_entropy,
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_summed_loss,
+    log_probs,
+    summed_loss,
+)
 from drumline.models.router import loads_of, router_of, trains_router
 from drumline.models.scores import class_logits, grey_image, score_head, score_parts
 from drumline.models.sequence import SequencePart
@@ -56,19 +65,37 @@ class Outputs:
         made += [] if self.score is None else self.score.parameters()
         return torch.stack([tensor.sum() for tensor in made if tensor is not None]).sum()
 
+    def summed_loss(self, targets_BT: torch.Tensor, chunk: int) -> torch.Tensor:
+        """Return Σ −log p(target) over targets != −100.
+
+        `chunk`: tokens whose logits are in memory at once, with hidden states and a head; 0: all.
+        """
+        targets_N = self._cut(targets_BT).reshape(-1)
+        if self.logits_BTV is not None:
+            loss_sum = summed_loss(self.logits_BTV.flatten(0, 1), targets_N)
+        elif self._has_fused_head(chunk):
+            loss_sum, _ = kernels.linear_cross_entropy(*self._head(), targets_N)
+        else:
+            learned_M = self._learned(targets_BT)
+            loss_sum = linear_summed_loss(*self._head(), targets_N, chunk, self.part, learned_M)
+        return loss_sum if self.sequence is None else self.sequence.total(loss_sum)
+
     def cross_entropy(self, targets_BT: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Σ −log p(target) over targets != −100, and bool[B, T]: whether the first choice is the target. `chunk`: tokens whose logits
-        are in memory at once, with hidden states and a head; 0: all."""
+        """Return `summed_loss`, and bool[B, T]: whether the first choice is the target."""
         mine = self._cut(targets_BT)
         if self.logits_BTV is not None:
             loss_sum, correct_N = cross_entropy(self.logits_BTV.flatten(0, 1), mine.reshape(-1))
-        elif self.fused and self.part is None and chunk:
+        elif self._has_fused_head(chunk):
             loss_sum, correct_N = kernels.linear_cross_entropy(*self._head(), mine.reshape(-1))
         else:
             learned_M = self._learned(targets_BT)
             loss_sum, correct_N = linear_cross_entropy(*self._head(), mine.reshape(-1), chunk, self.part, learned_M)
         correct = self._whole(correct_N.view_as(mine))
         return loss_sum if self.sequence is None else self.sequence.total(loss_sum), correct
+
+    def _has_fused_head(self, chunk: int) -> bool:
+        """Whether Liger's kernel makes the loss of hidden states."""
+        return self.fused and self.part is None and chunk > 0
 
     def log_probs(self, targets_BT: torch.Tensor, chunk: int, temperature: float = 1.0, entropy: bool = False) -> Answers:
         """log softmax(logits / temperature)[target], fp32[B, T], 0 where the target is −100; and with `entropy` that of the distribution,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,15 @@ class VocabularyPart:
     first: int
 
 
+def summed_loss(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """Return Σ −log softmax(logits)[target] over targets != −100, in fp32."""
+    logits = logits_NV.float()
+    return functional.cross_entropy(logits, targets_N, ignore_index=IGNORE, reduction="sum")
+
+
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ −log softmax(logits)[target] over targets != −100, in fp32, and bool[N]: whether the first choice is the target."""
-    loss_sum = functional.cross_entropy(logits_NV.float(), targets_N, ignore_index=IGNORE, reduction="sum")
-    return loss_sum, logits_NV.detach().argmax(-1) == targets_N
+    """Return `summed_loss`, and bool[N]: whether the first choice is the target."""
+    return summed_loss(logits_NV, targets_N), logits_NV.detach().argmax(-1) == targets_N
 
 
 def linear_cross_entropy(
@@ -56,43 +61,87 @@ def linear_cross_entropy(
     """
     if part is None and chunk == 0:
         return cross_entropy(functional.linear(hidden_ND, weight_VD, bias_V), targets_N)
-    # Inside a Function neither grad mode nor needs_input_grad shows a no_grad around it.
-    chunk = chunk or max(1, len(targets_N))
-    learned_M = _learned(targets_N) if learned_M is None else learned_M
-    of_rows = (targets_N, learned_M, chunk, part, torch.is_grad_enabled())
-    loss_sum, correct_N = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, *of_rows)
+    rows = _as_options(targets_N, chunk, part, learned_M)
+    loss_sum, correct_N = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, *rows, True)
     return loss_sum, correct_N
+
+
+def linear_summed_loss(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    chunk: int,
+    part: VocabularyPart | None = None,
+    learned_M: Tensor | None = None,
+) -> Tensor:
+    """Return the sum of `linear_cross_entropy` alone: training does not ask for first choices.
+
+    Each chunk then launches fewer kernels, and with `part` has a collective less.
+    """
+    if part is None and chunk == 0:
+        return summed_loss(functional.linear(hidden_ND, weight_VD, bias_V), targets_N)
+    rows = _as_options(targets_N, chunk, part, learned_M)
+    loss_sum, _ = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, *rows, False)
+    return loss_sum
+
+
+def _as_options(
+    targets_N: Tensor, chunk: int, part: VocabularyPart | None, learned_M: Tensor | None
+) -> tuple[Any, ...]:
+    """Return the arguments of `_LinearCrossEntropy` behind the head's."""
+    if learned_M is None:
+        learned_M = _learned(targets_N)
+    size = chunk or max(1, len(targets_N))
+    # Inside a Function neither grad mode nor needs_input_grad shows a no_grad around it.
+    return targets_N, learned_M, size, part, torch.is_grad_enabled()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, learned_M: Tensor, *options: Any
-    ) -> tuple[Tensor, Tensor]:
-        chunk, part, wanted = options
+    ) -> tuple[Tensor, Tensor | None]:
+        chunk, part, wanted, with_choices = options
         dtype = _product_dtype(hidden_ND)
         precise = torch.promote_types(dtype, torch.float32)
         scale = FP16_SCALE if dtype == torch.float16 else None
         wants = [wanted and needed for needed in ctx.needs_input_grad[:3]]
-        loss_sum = torch.zeros((), dtype=precise, device=hidden_ND.device)
-        correct_N = torch.zeros_like(targets_N, dtype=torch.bool)
+        correct_N = torch.zeros_like(targets_N, dtype=torch.bool) if with_choices else None
         grads = _Gradients(hidden_ND, weight_VD, bias_V, wants, precise)
+        chosen_parts, total_parts = [], []
+        # Of a chunk of rows whose targets are all in this part; the same for each chunk.
+        largest = min(chunk, len(learned_M))
+        minus_one_N1 = torch.full((largest, 1), -1.0, dtype=precise, device=hidden_ND.device)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             weight, bias = _cast(weight_VD, bias_V, dtype)
-            for rows in _chunks(learned_M, chunk):
-                hidden, targets = hidden_ND[rows].to(dtype), targets_N[rows]
+            for piece in _pieces(learned_M, targets_N, chunk, part, len(weight)):
+                hidden = hidden_ND[piece.rows].to(dtype)
                 logits = functional.linear(hidden, weight, bias).to(precise)
-                top, first = _largest(logits, part)
-                correct_N[rows] = first == targets
-                column, mine = _columns(targets, part, logits.shape[1])
+                if correct_N is None:
+                    top = _largest(logits, part)
+                else:
+                    top, first = _first_choice(logits, part)
+                    correct_N[piece.rows] = first == piece.targets
                 # Written over the logits in turn: logits − largest, exp of that, softmax, softmax − one-hot = d loss / d logits.
-                chosen, total = _sums(logits, top, column, mine, part)
-                loss_sum += (total.log() - chosen).sum()
+                chosen, total = _sums(logits, top, piece.column, piece.is_mine, part)
+                chosen_parts.append(chosen)
+                total_parts.append(total)
                 if any(wants):
-                    grads.add(rows, logits.div_(total[:, None]).scatter_add_(1, column, -mine.to(precise)), hidden, weight, scale)
+                    minus_one_hot = minus_one_N1[: len(hidden)]
+                    if piece.is_mine is not None:
+                        minus_one_hot = -piece.is_mine.to(precise)
+                    softmax = logits.div_(total[:, None])
+                    grad = softmax.scatter_add_(1, piece.column, minus_one_hot)
+                    grads.add(piece.rows, grad, hidden, weight, scale)
+        if total_parts:
+            loss_sum = (torch.cat(total_parts).log() - torch.cat(chosen_parts)).sum()
+        else:  # no row has a target
+            loss_sum = torch.zeros((), dtype=precise, device=hidden_ND.device)
         ctx.save_for_backward(*grads.total(part))
         ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
-        ctx.mark_non_differentiable(correct_N)
+        if correct_N is not None:
+            ctx.mark_non_differentiable(correct_N)
         return loss_sum, correct_N
 
     @staticmethod
@@ -101,11 +150,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # In place: a copy of the weight's gradient would be as large as the logits that were saved. autograd refuses a second backward.
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         grads = [None if grad is None else grad.mul_(grad_loss).to(dtype) for grad, dtype in saved]
-        return (*grads, None, None, None, None, None)
+        return (*grads, *[None] * 6)
 
 
-def _largest(logits_NV: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row and its index in the whole vocabulary, of equal ones the lowest."""
+def _largest(logits_NV: Tensor, part: VocabularyPart | None) -> Tensor:
+    """Return the largest logit of each row of the whole head. Collective with `part`."""
+    top_N = logits_NV.amax(-1)
+    if part is not None:
+        dist.all_reduce(top_N, dist.ReduceOp.MAX, group=part.group)
+    return top_N
+
+
+def _first_choice(logits_NV: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
+    """Return `_largest` and its index in the whole vocabulary, of equal ones the lowest."""
     top_N, first_N = logits_NV.max(-1)
     if part is None:
         return top_N, first_N
@@ -122,25 +179,54 @@ def _product_dtype(hidden_ND: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
 
 
-def _columns(targets_N: Tensor, part: VocabularyPart | None, width: int) -> tuple[Tensor, Tensor]:
-    """The column of each target in this part, int64[N, 1], and bool[N, 1]: whether the target is in this part (else any column)."""
-    column_N1 = targets_N[:, None] - (0 if part is None else part.first)
-    mine_N1 = (column_N1 >= 0) & (column_N1 < width)
-    return column_N1.clamp(0, width - 1), mine_N1
+class _Piece(NamedTuple):
+    """Rows with a target whose logits are in memory at once."""
+
+    rows: Tensor  # int64[n], in all N
+    targets: Tensor  # int64[n]
+    column: Tensor  # int64[n, 1]: of the target in this part of the head; if it is in another, any
+    is_mine: Tensor | None  # bool[n, 1]: whether the target is in this part; None: each one is
+
+
+def _pieces(
+    learned_M: Tensor, targets_N: Tensor, chunk: int, part: VocabularyPart | None, width: int
+) -> list[_Piece]:
+    """Return the rows `learned_M`, at most `chunk` at a time. `width`: rows of this part of the head."""
+    if len(learned_M) == 0:
+        return []
+    targets_M = targets_N[learned_M]
+    column_M1 = targets_M[:, None]
+    is_mine_M1 = None
+    if part is not None:
+        place_M1 = column_M1 - part.first
+        is_mine_M1 = (place_M1 >= 0) & (place_M1 < width)
+        column_M1 = place_M1.clamp(0, width - 1)
+    pieces = []
+    for start in range(0, len(learned_M), chunk):
+        here = slice(start, start + chunk)
+        is_mine = None if is_mine_M1 is None else is_mine_M1[here]
+        pieces.append(_Piece(learned_M[here], targets_M[here], column_M1[here], is_mine))
+    return pieces
 
 
 def _sums(
-    logits: Tensor, top: Tensor, column: Tensor, mine: Tensor, part: VocabularyPart | None, entropy: bool = False
+    logits: Tensor, top: Tensor, column: Tensor, is_mine: Tensor | None, part: VocabularyPart | None, entropy: bool = False
 ) -> Sequence[Tensor]:
     """Of each row, over the whole vocabulary, with d = logit − top: the target's d, Σ exp(d), with `entropy` also Σ exp(d) d. Writes exp(d)
-    over the logits, with `entropy` d."""
+    over the logits, with `entropy` d. `column`, `is_mine`: see `_Piece`."""
     logits.sub_(top[:, None])
-    chosen = torch.where(mine, logits.gather(1, column), 0.0).squeeze(1)
+    chosen = logits.gather(1, column)
+    if is_mine is not None:
+        chosen = torch.where(is_mine, chosen, 0.0)
     weights = logits.exp() if entropy else logits.exp_()
-    sums = torch.stack([chosen, weights.sum(-1), *([weights.mul_(logits).sum(-1)] if entropy else [])])
-    if part is not None:
-        dist.all_reduce(sums, group=part.group)
-    return sums.unbind()
+    sums = [chosen.squeeze(1), weights.sum(-1)]
+    if entropy:
+        sums.append(weights.mul_(logits).sum(-1))
+    if part is None:
+        return sums
+    stacked = torch.stack(sums)
+    dist.all_reduce(stacked, group=part.group)
+    return stacked.unbind()
 
 
 class _Gradients:
@@ -242,12 +328,11 @@ class _LinearLogProbs(torch.autograd.Function):
         chosen_N, total_N, entropy_N = (torch.zeros(len(targets_N), dtype=precise, device=hidden_ND.device) for _ in range(3))
         with torch.autocast(hidden_ND.device.type, enabled=False):
             weight, bias = _cast(weight_VD, bias_V, dtype)
-            for rows in _chunks(learned_M, chunk):
+            for piece in _pieces(learned_M, targets_N, chunk, part, len(weight)):
+                rows = piece.rows
                 logits = _logits(hidden_ND[rows].to(dtype), weight, bias, temperature)
-                top = logits.amax(-1)
-                if part is not None:
-                    dist.all_reduce(top, dist.ReduceOp.MAX, group=part.group)
-                chosen, total, *rest = _sums(logits, top, *_columns(targets_N[rows], part, logits.shape[1]), part, entropy)
+                top = _largest(logits, part)
+                chosen, total, *rest = _sums(logits, top, piece.column, piece.is_mine, part, entropy)
                 log_total = total.log()
                 chosen_N[rows] = chosen - log_total
                 total_N[rows] = top + log_total
@@ -265,12 +350,12 @@ class _LinearLogProbs(torch.autograd.Function):
         grads = _Gradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[:3], total_N.dtype)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             weight, bias = _cast(weight_VD, bias_V, dtype)
-            for rows in _chunks(learned_M, ctx.chunk):
+            for piece in _pieces(learned_M, targets_N, ctx.chunk, ctx.part, len(weight)):
+                rows = piece.rows
                 hidden = hidden_ND[rows].to(dtype)
                 log_p = _logits(hidden, weight, bias, ctx.temperature).sub_(total_N[rows][:, None])
                 chosen, entropy = (None if grad_N is None else grad_N[rows].to(log_p.dtype) for grad_N in (grad_chosen_N, grad_entropy_N))
-                places = _columns(targets_N[rows], ctx.part, len(weight))
-                grad = _grad_logits(log_p, chosen, entropy, entropy_N[rows], *places).div_(ctx.temperature)
+                grad = _grad_logits(log_p, chosen, entropy, entropy_N[rows], piece.column, piece.is_mine).div_(ctx.temperature)
                 grads.add(rows, grad, hidden, weight, _scale(grad) if dtype == torch.float16 else None)
         pairs = zip(grads.total(ctx.part), (hidden_ND, weight_VD, bias_V), strict=True)
         return (*(None if grad is None else grad.to(of.dtype) for grad, of in pairs), *[None] * 6)
@@ -288,18 +373,13 @@ def _learned(targets_N: Tensor) -> Tensor:
     return (targets_N != IGNORE).nonzero().squeeze(1)
 
 
-def _chunks(learned_M: Tensor, chunk: int) -> list[Tensor]:
-    """They, at most `chunk` at a time."""
-    return [rows for rows in learned_M.split(chunk) if len(rows)]
-
-
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     logits = functional.linear(hidden, weight, bias)
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
 
 
 def _grad_logits(
-    log_p: Tensor, grad_chosen: Tensor | None, grad_entropy: Tensor | None, entropy: Tensor, column: Tensor, mine: Tensor
+    log_p: Tensor, grad_chosen: Tensor | None, grad_entropy: Tensor | None, entropy: Tensor, column: Tensor, is_mine: Tensor | None
 ) -> Tensor:
     """The gradient of logits / temperature, [n, V]."""
     p, chosen = log_p.exp(), (torch.zeros_like(entropy) if grad_chosen is None else grad_chosen)[:, None]
@@ -307,7 +387,9 @@ def _grad_logits(
         grad = p.mul_(-chosen)
     else:
         grad = p.mul_(log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(chosen))
-    return grad.scatter_add_(1, column, torch.where(mine, chosen, 0.0))
+    if is_mine is not None:
+        chosen = torch.where(is_mine, chosen, 0.0)
+    return grad.scatter_add_(1, column, chosen)
 
 
 def _scale(grad: Tensor) -> Tensor:

@@ -128,6 +128,8 @@ def added(outs: list[dict[str, torch.Tensor]]) -> DeviceSums:
     """Sums over micro-batches (of a key `max_…` the largest). Each of `outs` has the same keys."""
     if not outs:
         return {}
+    if len(outs) == 1:
+        return {key: exact(value.detach()) for key, value in outs[0].items()}
     stacked = torch.stack([torch.stack([exact(out[key].detach()) for key in out]) for out in outs])
     columns = zip(outs[0], stacked.sum(0).unbind(), stacked.amax(0).unbind(), strict=True)
     return {key: largest if key.startswith("max_") else whole for key, whole, largest in columns}

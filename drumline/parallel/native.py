@@ -324,7 +324,8 @@ class NativeEngine(ForwardEngine):
             take_step(self.optimizer)
             self._weights_changed()
             self.spread.after_step()
-        self.loss_scale.update(is_stepped=finite, is_overflow=~torch.isfinite(grad_norm))
+        if self.loss_scale.enabled:
+            self.loss_scale.update(is_stepped=finite, is_overflow=~torch.isfinite(grad_norm))
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in self.named.values():
             parameter.grad = None

@@ -36,10 +36,12 @@ def add_squares(found: Squares, gradients: list[torch.Tensor]) -> None:
         by_place.setdefault(spread_over(gradient), []).append(local(gradient))
     for groups, parts in by_place.items():
         here = [part for part in parts if part.numel()]  # a rank may hold none: a head of one row has one shard
-        found.setdefault(groups, torch.zeros((), device=exact_on(parts[0].device), dtype=torch.float64))
+        if not here and groups not in found:
+            found[groups] = torch.zeros((), device=exact_on(parts[0].device), dtype=torch.float64)
         for dtype in {torch.promote_types(part.dtype, torch.float32) for part in here}:  # fp64 is not narrowed
             same = [part for part in here if torch.promote_types(part.dtype, torch.float32) == dtype]
-            found[groups] = found[groups] + exact(torch.stack(foreach_norm(same, 2.0, dtype=dtype))).square().sum()
+            squares = exact(torch.stack(foreach_norm(same, 2.0, dtype=dtype))).square().sum()
+            found[groups] = found[groups] + squares if groups in found else squares
 
 
 def total_norm(found: Squares, device: str | torch.device, group: dist.ProcessGroup | None = None) -> torch.Tensor:

@@ -33,7 +33,8 @@ from drumline.parallel.norms import local
 
 def apply_tp(model: Any, mesh: DeviceMesh, sequence_parallel: bool = False, keeps_parts: bool = True) -> None:
     """Cut the model over `mesh` (one dimension) in place. All ranks hold the same weights before, or meta tensors; LoRA may be in place.
-    `keeps_parts`: with sequence parallelism, what a region gathers is gathered again for its backward (nothing recomputes blocks).
+    `keeps_parts`: with sequence parallelism, what a region gathers is gathered again for its backward (nothing recomputes blocks). A
+    compiled region keeps it whole.
 
     Raises PlanError for a model without a plan, and for a style that is not known here.
     """
@@ -147,7 +148,9 @@ def _region(stream: Stream, forward: Callable[..., Any]) -> Callable[..., Any]:
         whole = stream.gathered(part_BtD, Partial())
         if is_flat:
             whole = whole.flatten(0, 1)
-        if not (stream.keeps_parts and torch.is_grad_enabled()):
+        # Hooks on what autograd keeps would break the graph of a compiled block.
+        keeps_whole = torch.compiler.is_compiling() or not stream.keeps_parts
+        if keeps_whole or not torch.is_grad_enabled():
             return forward(whole, *given[1:], **options)
         with _Parts(part_BtD, torch.no_grad()(stream.gathered)).instead_of(whole):
             return forward(whole, *given[1:], **options)
@@ -165,7 +168,7 @@ def _cut_stream(model: nn.Module, stream: Stream) -> None:
         for module in block.modules():
             # Also the experts' router, and factors of LoRA.
             if any(p is not None and p.requires_grad and not isinstance(p, DTensor) for p in module._parameters.values()):
-                module.forward = with_weights(module, module.forward, partial(_summed, stream.mesh))
+                module.forward = with_weights(module, module.forward, _with_options(_summed, stream.mesh))
         path, _, number = name.rpartition(".")
         if f"{path}.{int(number) - 1}" not in row:
             block.register_forward_pre_hook(partial(_enter, stream), with_kwargs=True)
@@ -194,7 +197,7 @@ def _cut(module: nn.Module, style: str, mesh: DeviceMesh, stream: Stream | None)
         apply_experts(module, mesh, shares_tokens=stream is None)
     elif style == "replicated_with_grad_allreduce":
         if stream is None:  # else it is done for all
-            module.forward = with_weights(module, module.forward, partial(_summed, mesh))
+            module.forward = with_weights(module, module.forward, _with_options(_summed, mesh))
     elif style != "replicate":
         for layer in cut_layers(module, style):
             by_rows, transposed = style in ROWS_CUT, _transposed(layer)
@@ -204,7 +207,20 @@ def _cut(module: nn.Module, style: str, mesh: DeviceMesh, stream: Stream | None)
             if by_rows and layer.bias is not None:
                 _place(layer, "bias", mesh, Shard(0))
             how = _by_rows if by_rows else _by_columns
-            layer.forward = partial(how, layer, style, mesh, stream)
+            layer.forward = _with_options(how, layer, style, mesh, stream)
+
+
+def _with_options(function: Callable[..., Any], *options: Any) -> Callable[..., Any]:
+    """Return `function` with its first arguments, as functools.partial does.
+
+    torch.compile takes two partials for different code, so each block would be compiled anew; two of
+    these it compares by what they do and hold.
+    """
+
+    def run(*inputs: Any) -> Any:
+        return function(*options, *inputs)
+
+    return run
 
 
 def _place(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:

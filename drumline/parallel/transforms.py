@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -292,8 +293,36 @@ def apply_compile(model: nn.Module, options: CompileConfig) -> None:
     with logits."""
     if options.loss and not hasattr(losses._sums, "_torchdynamo_orig_callable"):
         losses._sums = torch.compile(losses._sums, dynamic=True)  # the last chunk of a batch is shorter
-    for block in (blocks(model) or [model]) if options.enabled else ():
-        block.compile(mode=options.mode)
+    if not options.enabled:
+        return
+    for block in blocks(model) or [model]:
+        is_cut = any(isinstance(parameter, DTensor) for parameter in block.parameters())
+        is_checkpointed = getattr(block, "gradient_checkpointing", False)
+        if is_cut and is_checkpointed:
+            _compile_in_checkpoint(block, options.mode)
+        else:
+            block.compile(mode=options.mode)
+
+
+def _compile_in_checkpoint(block: Any, mode: str | None) -> None:
+    """Compile the forward of a block of transformers, and leave its checkpointing around it eager.
+
+    Together with tensor parallelism the two cannot be one graph. torch 2.13 takes the mesh for a
+    tensor that backward needs (an AssertionError), and with sequence parallelism a norm has another
+    weight while its forward runs, which is refused in a checkpointed region.
+    """
+    checkpoint_block = block._gradient_checkpointing_func
+    compiled = torch.compile(_call, mode=mode)
+
+    def run(forward: functools.partial[Any], *inputs: Any) -> Any:
+        # Not `forward` itself: each call has another, and would be compiled anew.
+        return checkpoint_block(compiled, forward.func, forward.args, forward.keywords, *inputs)
+
+    block._gradient_checkpointing_func = run
+
+
+def _call(function: Any, first: tuple[Any, ...], options: dict[str, Any], *inputs: Any) -> Any:
+    return function(*first, *inputs, **options)
 
 
 def compile_step(optimizer: torch.optim.Optimizer) -> None:

@@ -30,6 +30,7 @@ PLACES = {
 MEMBERS = {
     "transformers:PreTrainedConfig": ("_attn_implementation",),
     "transformers:GenerationMixin": ("_has_unfinished_sequences",),
+    "transformers.modeling_layers:GradientCheckpointingLayer": ("_gradient_checkpointing_func",),
     "transformers:PreTrainedModel": ("_is_hf_initialized", "_no_split_modules", "_supports_attention_backend", "_tp_plan"),
 }
 _is_end_known_to_host: ContextVar[bool] = ContextVar("is_end_known_to_host", default=False)

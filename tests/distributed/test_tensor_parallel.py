@@ -5,13 +5,17 @@ Two real processes take all models in turn; the reference is the same model, who
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch._dynamo import lookup_backend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -50,6 +54,7 @@ class Kind:
     adapter: LoRAConfig | None = None
     checkpointing: bool = False
     compiled: bool = False
+    one_graph: bool = False  # compiled by a backend that counts the graphs and takes any break for an error
     chunk: int = 8
     stream: bool = False
     length: int = 24
@@ -57,6 +62,7 @@ class Kind:
     without: tuple[str, ...] = ()  # of SIZES, what its config does not have
 
 
+PRODUCTS = 7  # of a Llama's block
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2}
 GPT2 = {
     "vocab_size": 96,
@@ -93,6 +99,10 @@ KINDS = {
     "stream": Kind("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, stream=True),
     "stream, checkpointed": Kind("qwen3", {"head_dim": 8}, checkpointing=True, stream=True),
     "stream, compiled": Kind("llama", {"num_hidden_layers": 1}, compiled=True, stream=True),
+    "one graph": Kind("llama", one_graph=True),
+    "one graph, checkpointed": Kind("llama", one_graph=True, checkpointing=True),
+    "stream, one graph": Kind("llama", one_graph=True, stream=True),
+    "stream, one graph, checkpointed": Kind("llama", one_graph=True, checkpointing=True, stream=True),
     "stream, whole heads": Kind("olmo2", stream=True),
     "stream, lora": Kind("qwen2", adapter=LoRAConfig(kind="lora", r=3), stream=True),
     "stream, capped logits": Kind("gemma2", {"head_dim": 8, "vocab_size": 97}, stream=True),
@@ -210,6 +220,9 @@ AGAIN = (
     "llama untied, plain cross-entropy",
     "norms between",
     "stream, compiled",
+    "one graph",
+    "stream, one graph",
+    "one graph, checkpointed",
     "stream",
     "stream, capped logits",
     "shared experts",
@@ -282,6 +295,28 @@ def trained(model: Any, kind: Kind) -> tuple[dict[str, float], dict[str, torch.T
     return sums, gradients
 
 
+@contextlib.contextmanager
+def compiled_into(graphs: list[torch.fx.GraphModule]) -> Iterator[None]:
+    """What is given to torch.compile here is one graph or an error. Notes the graphs that are made of it later."""
+    compile_by = torch.compile
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    def into_one_graph(function: Any, mode: str | None = None) -> Any:
+        return compile_by(function, backend=backend, fullgraph=True)
+
+    torch.compiler.reset()
+    with mock.patch("torch.compile", into_one_graph):
+        yield
+
+
+def count_products(graph: torch.fx.GraphModule) -> int:
+    """Return the number of linear layers in a graph."""
+    return sum(node.target is torch.nn.functional.linear for node in graph.graph.nodes)
+
+
 def compare(kind: Kind) -> dict[str, Any]:
     """What differs: {} where all is as in one process."""
     expected, whole = trained(built(kind), kind)
@@ -289,10 +324,19 @@ def compare(kind: Kind) -> dict[str, Any]:
     require_next_token(model, "cpu", packed=kind.packed)
     apply_tp(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), kind.stream, not kind.checkpointing)
     apply_activation_checkpointing(model, "full" if kind.checkpointing else "none")
-    apply_compile(model, CompileConfig(enabled=kind.compiled))
+    graphs: list[torch.fx.GraphModule] = []
+    if kind.one_graph:
+        with compiled_into(graphs):
+            apply_compile(model, CompileConfig(enabled=True))
+    else:
+        apply_compile(model, CompileConfig(enabled=kind.compiled))
     sums, gradients = trained(model, kind)
     assert gradients.keys() == whole.keys()
     wrong: dict[str, Any] = {}
+    # Every block runs one and the same graph; what cuts and gathers the stream around them has others.
+    products = [number for number in map(count_products, graphs) if number]
+    if kind.one_graph and products != [PRODUCTS]:
+        wrong["products of each graph"] = products
     for name, value in expected.items():
         if sums[name] != pytest.approx(value, rel=1e-5):
             wrong[name] = (sums[name], value)

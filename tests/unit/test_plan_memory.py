@@ -190,6 +190,17 @@ def test_parts_of_a_sequence_need_no_mask_of_the_whole() -> None:
     assert more == 4 * 8 * 4096, "a row of each layer's, in fp32"
 
 
+def test_a_compiled_block_keeps_what_its_regions_gather() -> None:
+    """With a cut stream an eager region keeps its part of what it gathered, and a compiled one all of it."""
+
+    def kept(parts: int) -> float:
+        plan = layout({"kind": "tp"}, 2, compile={"enabled": True})
+        return formula(plan.model_copy(update={"stream_parts": parts}), FACTS).saved_block
+
+    of_two_norms = 2 * (4 * H + 4)  # each its input in fp32, and a number for each token
+    assert kept(1) - kept(2) == of_two_norms / 2
+
+
 def test_scores_that_attention_keeps() -> None:
     """Bytes of each score and head, by what torch's operators save (hooks on saved tensors show the same)."""
 

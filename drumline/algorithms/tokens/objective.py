@@ -23,8 +23,7 @@ class NextToken(Algorithm):
         self.answers = answers
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
-        loss_sum, _ = outputs.cross_entropy(batch.targets_BT, self.chunk)
-        return LossOut(loss_sum)
+        return LossOut(outputs.summed_loss(batch.targets_BT, self.chunk))
 
     def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
         loss_sum, correct_BT = outputs.cross_entropy(batch.targets_BT, self.chunk)

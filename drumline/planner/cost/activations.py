@@ -188,12 +188,14 @@ def _formula(
     block, width = block_of(facts), 4 if kind == "fp32" else 2
     whole = (2 if kind == "low" else 4) * block.hidden  # bytes of a token's hidden states between blocks
     stream, gathered = whole / parts, width * block.hidden * (parts > 1)
-    everything, inside = _saved(facts, block, kind, length, attention, tp, parts, recomputes != "none", between)
+    # Of what a region gathers a rank keeps its part and gathers it again, but not where its graph is compiled.
+    gathers_again = recomputes == "none" and not between.compiled
+    everything, inside = _saved(facts, block, kind, length, attention, tp, parts, not gathers_again, between)
     queries, feed = block.queries / tp, block.feed / tp * (chunk or 1.0)
     wide = width * (3 if block.gated else 2) * feed
     # Gradients of the feed-forward's two branches, and of the stream; copies for fp32 factors of what a low precision made.
     casts = adapter and kind == "autocast"
-    backward = stream + width * 2 * feed + 7 * feed * casts + gathered * (2 if recomputes == "none" else 1)
+    backward = stream + width * 2 * feed + 7 * feed * casts + gathered * (2 if gathers_again else 1)
     forward = max(4 * width * queries, width * block.hidden) + (6 * feed + 6 * block.hidden) * casts
     forward += 2 * gathered + whole - stream  # the embedding's result is there while blocks run
     if not chunk:
@@ -246,12 +248,12 @@ def _saved(
     attention: Attention,
     tp: int,
     parts: int = 1,
-    again: bool = False,
+    whole_regions: bool = False,
     between: Between = Between(),
 ) -> tuple[float, float]:
     """Bytes of a token that one block keeps without recomputation: outside of its feed-forward part, and inside. Tensor parallelism cuts
     heads and feed-forward; with `parts` the stream is cut, too, and of a region's input, gathered in the type of its products, a rank
-    keeps its part unless blocks are computed `again`."""
+    keeps its part; with `whole_regions` all of it."""
     h, q, kv, feed = block.hidden, block.queries / tp, block.keys / tp, block.feed / tp
     width = 4 if kind == "fp32" else 2
     inputs = {part: block.trainable or part in block.adapted for part in ("qkv", "out", "up", "down")}
@@ -261,7 +263,7 @@ def _saved(
     kept = stream if between.compiled or not block.rms else 4 + stream * block.trainable
     total: float = block.norms * (h * kept + (4 if block.rms else 8)) / parts
     # Autocast makes each of them a copy of its own out of the fp32 result of the norm.
-    copies = (3, 2 if block.gated else 1) if kind == "autocast" and parts == 1 else (1 / (1 if again else parts),) * 2
+    copies = (3, 2 if block.gated else 1) if kind == "autocast" and parts == 1 else (1 / (1 if whole_regions else parts),) * 2
     total += width * h * copies[0] * inputs["qkv"]
     inside = width * h * copies[1] * inputs["up"]
     if between.drops:  # each adapter has a copy of its own, and a mask; of the feed-forward's result the copy takes the place

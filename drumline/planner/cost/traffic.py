@@ -197,7 +197,9 @@ def _stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float) ->
     wide, stages = (2 if kind == "low" else 4) * facts.hidden, layout.mesh.pp * (layout.pipeline.stages_per_rank if layout.pipeline else 1)
     # Recomputation begins at a block's input, which gets a gradient whether or not anything before it learns.
     trains = recomputed or any(weight.trainable for weight in facts.end_weights if weight.place in ("before", "both"))
-    gathers = of["enter"] * (1 + recomputed) + of["kept"] * (not recomputed) + of["rows"] * (1 + recomputed) + of["outputs"]
+    gathers = of["enter"] * (1 + recomputed) + of["rows"] * (1 + recomputed) + of["outputs"]
+    if not recomputed and not layout.config.compile.enabled:  # a compiled region keeps all that it has gathered
+        gathers += of["kept"]
     reduces = of["enter"] - of["stopped"] * (not recomputed) + of["outputs"] + of["again"] * recomputed + of["rows"]
     calls = rounds * 2 * of["enter"] / max(1, facts.hidden)
     cuts = stages + (stages - 1 + trains)  # what stages hand on, and gradients of what they are given
