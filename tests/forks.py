@@ -209,7 +209,9 @@ def become(module: str, arguments: list[str], env: dict[str, str], streams: tupl
         for sent in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             if signal.getsignal(sent) != signal.SIG_IGN:
                 signal.signal(sent, signal.default_int_handler if sent == signal.SIGINT else signal.SIG_DFL)
-        sys.stdin, sys.stdout, sys.stderr = (open(number, mode, closefd=False) for number, mode in enumerate("rww"))  # noqa: SIM115
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
         faulthandler.enable()
         os.environ.clear()
         os.environ.update(env)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +242,7 @@ def multiply(task: Task) -> Products:
                 break
             a = torch.randn(rows, width, device=task.device).to(dtype)
             b = torch.randn(width, width, device=task.device).to(dtype)
-            seconds = _seconds(lambda a=a, b=b: a @ b, task)  # type: ignore[misc]
+            seconds = _seconds(partial(torch.matmul, a, b), task)
             measured.append(Product(rows, width, width, flop / seconds))
         found[precision] = tuple(measured)
     return found
@@ -266,8 +267,10 @@ def to_and_from_host(task: Task) -> dict[str, Measured]:
     for size in task.sizes:
         here = torch.ones(size // 4).pin_memory()
         there = torch.ones(size // 4, device=task.device)
-        points["to_device"].append((size, _seconds(lambda a=there, b=here: a.copy_(b, non_blocking=True), task)))  # type: ignore[misc]
-        points["to_host"].append((size, _seconds(lambda a=here, b=there: a.copy_(b, non_blocking=True), task)))  # type: ignore[misc]
+        to_device = partial(there.copy_, here, non_blocking=True)
+        to_host = partial(here.copy_, there, non_blocking=True)
+        points["to_device"].append((size, _seconds(to_device, task)))
+        points["to_host"].append((size, _seconds(to_host, task)))
     return {direction: line_through(found) for direction, found in points.items()}
 
 

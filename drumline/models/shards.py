@@ -246,7 +246,9 @@ def _stored(path: str, source: ModelConfig) -> list[Stored]:
             if (file := find_file(path, name, source)) is None:
                 raise Whole("it has no safetensors files")
             with safe_open(file, framework="pt") as file_tensors:
-                stored += [Stored(file, key, tuple(file_tensors.get_slice(key).get_shape())) for key in file_tensors.keys()]  # noqa: SIM118 - no dict
+                for key in file_tensors.keys():  # noqa: SIM118 - no dict
+                    shape = tuple(file_tensors.get_slice(key).get_shape())
+                    stored.append(Stored(file, key, shape))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise Whole(f"its safetensors files cannot be read: {error}") from error
     return stored

@@ -106,7 +106,8 @@ def load_with_flags(config: str | Path | Mapping[str, Any] | None, overrides: li
     """The config to plan for: of a YAML or of its keys, flags and overrides over it. Without one it needs a model at least; its data is a
     file that need not exist. Raises ConfigError or UserError."""
     # No YAML at all: the first word is an override. It may be too long for a file's name, which Path.exists would raise for.
-    if isinstance(config, str | Path) and OVERRIDE.match(str(config)) and not os.path.exists(config):  # noqa: PTH110
+    is_override = isinstance(config, str | Path) and OVERRIDE.match(str(config)) is not None
+    if is_override and not os.path.exists(str(config)):  # noqa: PTH110
         config, overrides = None, [str(config), *overrides]
     made = flags.overrides()
     if config is None:

@@ -184,10 +184,22 @@ def _under(name: str, key: str) -> str:
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Rates and the like of each group of parameters, as far as JSON has them."""
     simple = (bool, int, float, str, type(None))
-    plain = lambda value: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value  # noqa: E731
-    fits = lambda value: isinstance(value, simple) or (isinstance(value, tuple) and all(isinstance(v, simple) for v in value))  # noqa: E731
-    named = ({key: plain(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups)
-    return [{key: value for key, value in group.items() if fits(value)} for group in named]
+
+    def is_simple(value: Any) -> bool:
+        if isinstance(value, tuple):
+            return all(isinstance(item, simple) for item in value)
+        return isinstance(value, simple)
+
+    groups = []
+    for group in optimizer.param_groups:
+        kept = {}
+        for key, value in group.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()
+            if key != "params" and is_simple(value):
+                kept[key] = value
+        groups.append(kept)
+    return groups
 
 
 def require_one_model(plan: Plan, models: int) -> None:

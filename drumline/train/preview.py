@@ -160,10 +160,18 @@ class View:
         if self.options.row is None:
             self.counts(reader, found, packs)
         if reader.job.tokenizer is not None:
-            kinds = (("in the loss", "learned"), ("not in the loss", "context"), ("cut off", "cut"))
-            pieces = [each for text, state in kinds for each in (Piece(text, state), Piece(" · ", "context"))]  # type: ignore[arg-type]
+            between = Piece(" · ", "context")
+            pieces = [
+                Piece("in the loss", "learned"),
+                between,
+                Piece("not in the loss", "context"),
+                between,
+                Piece("cut off", "cut"),
+                between,
+                Piece("special token", "context", special=True),
+            ]
             self.line()
-            self.console.print(self.text([*pieces, Piece("special token", "context", special=True)]))
+            self.console.print(self.text(pieces))
         if packs is None:
             for seen in found[: self.options.most]:
                 self.row(reader, seen)

@@ -72,7 +72,12 @@ def test_one_number_is_a_number_whatever_holds_it(tmp_path: Path) -> None:
             for batch in s.batches(ROWS, collate, steps=1):
                 s.backward(loss_of(model, batch)[0].reshape(shape), weight)
                 s.step()
-            measured = s.evaluate(ROWS, collate, lambda batch: (loss_of(model, batch)[0].reshape(shape), len(batch[0])))  # noqa: B023
+
+
+            def measure(batch: Any, model: Any = model, shape: Any = shape) -> tuple[Any, int]:
+                return loss_of(model, batch)[0].reshape(shape), len(batch[0])
+
+            measured = s.evaluate(ROWS, collate, measure)
             found.append((s.losses[""], measured["loss"]))
     assert found[0] == found[1] == found[2]
 
