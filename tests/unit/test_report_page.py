@@ -264,9 +264,9 @@ def test_a_table_is_sorted_by_numbers(column: list[object]) -> None:
     given = [{"dataset": {"key": key[1]} if key else {}, "textContent": shown} for key, shown in zip(keys, texts, strict=True)]
     source = page.asset("page.js")
     code = source[source.index("function inOrder") : source.index("function sortable")]
-    code += (
-        f"const cells = {json.dumps(given)}; const shown = (those) => JSON.stringify(those.sort(inOrder).map((cell) => cell.textContent));"
-    )
+    code += f"const cells = {json.dumps(given)};"
+    code += "const text = (cell) => cell.textContent;"
+    code += "const shown = (those) => JSON.stringify(those.sort(inOrder).map(text));"
     code += "console.log(shown([...cells].reverse())); console.log(shown([...cells]))"
     out = subprocess.run(["node", "-e", code], capture_output=True, check=True)
     assert [json.loads(line) for line in out.stdout.splitlines()] == [texts] * 2
